@@ -1,0 +1,1 @@
+"""Core: errors, number formats, mm:: operations, graph and rewrite machinery, plan records, target facts."""

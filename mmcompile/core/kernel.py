@@ -1,0 +1,120 @@
+"""Records of a kernel: the template that a target offers, its emitted source, and the compiled result."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmcompile.core.spec import Architecture, TargetSpec
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument of an operation, as a kernel sees it.
+
+    ``shape`` and ``strides`` (in elements) hold ints or symbol names ("tokens", "batch", "max_blocks", "pages") or
+    expressions over them; ``dtype`` is torch's short name, e.g. "bfloat16".
+    """
+
+    shape: tuple[int | str, ...]
+    strides: tuple[int | str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One operation of a plan to find a kernel for: operands by parameter name (None where absent) and attributes."""
+
+    op: str
+    operands: dict[str, Operand | None]
+    results: tuple[Operand, ...]
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A run-time argument of an emitted kernel.
+
+    ``type`` is Triton's: "*bf16", "*fp32", "*fp8e4nv", "*u8", "*i32", "*i64", "i32". ``value`` says what the launch
+    passes: an operand name of the OpCall ("x", "kv_cache"), "result", "result1", "scratch:<name>", or a symbol name.
+    """
+
+    name: str
+    type: str
+    value: str
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One emitted kernel: self-contained Triton text whose entry point is the function ``kernel``.
+
+    Attributes:
+        name: readable base name, e.g. "rms_norm_bf16_576".
+        text: the Python source; no reference to anything of mmcompile.
+        parameters: run-time arguments, in the order of ``kernel``'s parameters (everything else is baked in).
+        grid: three expressions over the symbols, e.g. ("tokens", "9", "1"); cdiv, min and max may be used.
+        ledger: mnemonic -> True if the disassembly must hold it, False if it must not (substring match).
+    """
+
+    name: str
+    text: str
+    parameters: tuple[Parameter, ...]
+    grid: tuple[str, str, str]
+    num_warps: int = 4
+    num_stages: int = 2
+    ledger: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Content hash of everything that decides the binary, 16 hex digits."""
+        key = (self.text, [(p.name, p.type) for p in self.parameters], self.num_warps, self.num_stages)
+        return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A temporary buffer between the kernels of one operation: shape over the symbols, dtype by torch's name."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class KernelTemplate:
+    """A kernel that a target can offer for an operation.
+
+    Attributes:
+        name: unique, e.g. "linear_nvfp4_gemm". op: the mm:: operation it implements.
+        refuse: None if it can serve the call on this target, else the reason in one clause.
+        emit: the sources to launch one after the other (most need one; split-K needs two).
+        scratch: temporary buffers shared by those launches.
+        max_tokens: largest token count it is meant for (None = any). Select takes, for every range of token counts,
+            the first template of the target's list that does not refuse.
+        grade: "portable" or "tuned".
+    """
+
+    name: str
+    op: str
+    refuse: Callable[[OpCall, TargetSpec, Architecture], str | None]
+    emit: Callable[[OpCall, TargetSpec, Architecture], tuple[KernelSource, ...]]
+    scratch: Callable[[OpCall, TargetSpec], tuple[Scratch, ...]] = lambda call, spec: ()
+    max_tokens: int | None = None
+    grade: str = "portable"
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A binary and what is known of it: ``assembly`` text (ptx or amdgcn), ``binary`` (cubin or hsaco), metadata.
+
+    ``metadata`` holds name (symbol), shared, num_warps, warp_size, global_scratch_size, registers, spills and the
+    ledger: counts of notable mnemonics in the disassembly.
+    """
+
+    source: KernelSource
+    architecture: str
+    assembly: str
+    binary: bytes
+    metadata: dict[str, Any]

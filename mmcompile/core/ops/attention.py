@@ -1,0 +1,110 @@
+"""Causal GQA attention: stateless over one sequence, and paged over a batch of sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmcompile.core.ops.define import define_op
+
+
+def _causal_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Boolean [queries, keys]; the last query sees the last key; ``window`` keys at most when positive."""
+    row = torch.arange(keys - queries, keys, device=device)[:, None]
+    column = torch.arange(keys, device=device)[None, :]
+    mask = column <= row
+    return mask & (column > row - window) if window > 0 else mask
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    """q [t, h, d], k and v [s, hk, d] -> [t, h, d]; the queries are the last t of the s positions."""
+    t, h, s = q.shape[0], q.shape[1], k.shape[0]
+    mask = None if t == 1 and not 0 < window < s else _causal_mask(t, s, window, q.device)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None],
+        attn_mask=mask, scale=scale, enable_gqa=h != k.shape[1],
+    )
+    return out[0].transpose(0, 1).contiguous()
+
+
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+
+
+@define_op(fake=_fake_attention)
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
+    """Causal attention of one sequence over itself.
+
+    Args:
+        q: [tokens, heads, d]. k, v: [tokens, kv_heads, d], heads a multiple of kv_heads (GQA, head h reads
+            kv head ``h // (heads / kv_heads)``). scale: multiplies q.k before the softmax.
+        window: 0 = all earlier tokens; w > 0 = the last w tokens, the own one included (sliding window).
+
+    Returns: [tokens, heads, d] in q's dtype.
+    """
+    return _attend(q, k, v, scale, window)
+
+
+def _fake_insert_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    return None
+
+
+@define_op(fake=_fake_insert_kv, mutates=("kv_cache",))
+def insert_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write k and v [tokens, kv_heads, d] into the paged cache.
+
+    kv_cache: [pages, kv_heads, page_size, 2 d], K then V in the last dimension; dtype float or float8_e4m3fn (unit
+    scale, saturating). slot_mapping: int64 [tokens], slot = page * page_size + offset; negative slots are skipped.
+    """
+    page_size, width = kv_cache.shape[2], k.shape[-1]
+    keep = slot_mapping >= 0
+    slots, rows = slot_mapping, torch.cat([k, v], dim=-1)
+    if not bool(keep.all()):
+        slots, rows = slot_mapping[keep], rows[keep]
+    if kv_cache.dtype == torch.float8_e4m3fn:
+        rows = rows.float().clamp(-448.0, 448.0)
+    assert rows.shape[-1] == 2 * width
+    kv_cache[slots // page_size, :, slots % page_size] = rows.to(kv_cache.dtype)
+
+
+def _fake_paged_attention(q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start: Tensor,
+                          scale: float, window: int = 0) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], kv_cache.shape[3] // 2))
+
+
+@define_op(fake=_fake_paged_attention)
+def paged_attention(q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start: Tensor,
+                    scale: float, window: int = 0) -> Tensor:
+    """Causal attention of a batch of sequences over their pages of the cache.
+
+    Args:
+        q: [tokens, heads, d], sequences one after the other. kv_cache: as in ``insert_kv``, new tokens already in it.
+        block_table: int32 [batch, max_blocks], page of each block of a sequence (entries past its length are not read).
+        seq_lens: int32 [batch], length with the new tokens. query_start: int32 [batch + 1], prefix sums of new tokens;
+            the new tokens of a sequence are its last ones. A sequence with seq_len 0 or no new tokens gives zeros / nothing.
+        scale, window: as in ``attention``.
+
+    Returns: [tokens, heads, d] in q's dtype.
+    """
+    page_size, d = kv_cache.shape[2], kv_cache.shape[3] // 2
+    out = torch.zeros_like(q)
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    for b, length in enumerate(lengths):
+        begin, end = starts[b], starts[b + 1]
+        if begin == end or length <= 0:
+            continue
+        pages = block_table[b, : -(-length // page_size)].long()
+        rows = kv_cache[pages].transpose(1, 2).reshape(-1, kv_cache.shape[1], 2 * d)[:length].to(q.dtype)
+        out[begin:end] = _attend(q[begin:end], rows[..., :d], rows[..., d:], scale, window)
+    return out
+
+
+def _fake_gather_last(x: Tensor, query_start: Tensor) -> Tensor:
+    return x.new_empty((query_start.shape[0] - 1, *x.shape[1:]))
+
+
+@define_op(fake=_fake_gather_last)
+def gather_last(x: Tensor, query_start: Tensor) -> Tensor:
+    """Rows of the last new token of every sequence: x [tokens, ...], query_start int32 [batch + 1] -> [batch, ...]."""
+    return x[(query_start[1:] - 1).long()]

@@ -1,0 +1,74 @@
+"""Define an ``mm::`` operation from its eager reference: schema, fake implementation, mutation, registry."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mmcompile.core.errors import unknown_name
+
+Reference = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation: its name, its meaning (``reference``) and which tensor arguments it writes.
+
+    ``row_wise`` says that row i of the result depends only on row i of the first input (and on weights), so that
+    gathering rows before or after the operation gives the same result.
+    """
+
+    name: str
+    reference: Reference
+    mutates: tuple[str, ...]
+    row_wise: bool
+    handle: Any
+
+    @property
+    def parameters(self) -> list[str]:
+        """Argument names in order."""
+        return list(inspect.signature(self.reference).parameters)
+
+
+OPS: dict[str, Op] = {}
+
+
+def define_op(
+    *, fake: Reference, mutates: tuple[str, ...] = (), row_wise: bool = False
+) -> Callable[[Reference], Reference]:
+    """Register the decorated reference as ``mm::<function name>``.
+
+    The function must be pure but for the arguments in ``mutates``, and must return fresh tensors. ``fake`` takes the
+    same arguments and returns empty tensors of the right shape and dtype. Returns the reference unchanged, so that
+    calling it directly skips torch's dispatcher.
+    """
+
+    def register(reference: Reference) -> Reference:
+        name = reference.__name__
+        if name in OPS:
+            raise AssertionError(f"mm::{name} is defined twice")
+        custom = torch.library.custom_op(f"mm::{name}", reference, mutates_args=mutates)
+        custom.register_fake(fake)
+        handle = getattr(torch.ops.mm, name).default
+        OPS[name] = Op(name, reference, mutates, row_wise, handle)
+        return reference
+
+    return register
+
+
+def find_op(target: Any) -> Op | None:
+    """Return the Op behind an FX call target such as ``torch.ops.mm.rms_norm.default``, or None."""
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "mm":
+        return OPS[target._opname]
+    return None
+
+
+def get_op(name: str) -> Op:
+    """Return the Op called ``name``; raise UsageError if there is none."""
+    if name not in OPS:
+        raise unknown_name("op", name, OPS)
+    return OPS[name]
