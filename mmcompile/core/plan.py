@@ -1,0 +1,209 @@
+"""LaunchPlan and manifest: the plain records of an artifact, validated by pydantic, unknown keys forbidden."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from mmcompile.core.expression import Expression
+
+SCHEMA_VERSION = 1
+
+# Inputs that the runtime provides to the phases of a decoder, in the order of the graph's placeholders.
+DECODER_INPUTS: dict[str, tuple[tuple[Expression, ...], str]] = {
+    "input_ids": (("tokens",), "int32"),
+    "positions": (("tokens",), "int32"),
+    "slot_mapping": (("tokens",), "int64"),
+    "block_table": (("batch", "max_blocks"), "int32"),
+    "seq_lens": (("batch",), "int32"),
+    "query_start": (("batch + 1",), "int32"),
+}
+# Inputs of the sampler at the end of each phase.
+SAMPLER_INPUTS: dict[str, tuple[tuple[Expression, ...], str]] = {
+    "temperature": (("batch",), "float32"),
+    "top_k": (("batch",), "int32"),
+    "top_p": (("batch",), "float32"),
+    "seed": (("batch",), "int64"),
+    "sample_positions": (("batch",), "int32"),
+}
+
+Role = Literal["input", "output", "weight", "derived", "state", "temporary"]
+
+
+class Record(BaseModel):
+    """Base: immutable, unknown keys forbidden."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Buffer(Record):
+    """A piece of memory.
+
+    ``shape`` over the plan's symbols; contiguous. ``offset``: byte offset in the arena for role "temporary" and
+    "output", else None. ``layout``: tag of the arrangement of a packed weight or cache ("linear" = row-major).
+    "weight" buffers come from the weight files under the same name, "derived" ones are filled by the phase "load",
+    "state" lives from step to step (the KV cache; its symbol "pages" is fixed when the artifact is loaded).
+    """
+
+    name: str
+    shape: tuple[Expression, ...]
+    dtype: str
+    role: Role
+    offset: int | None = None
+    layout: str = "linear"
+
+
+class View(Record):
+    """A strided window on a buffer: offset and strides in elements."""
+
+    buffer: str
+    shape: tuple[Expression, ...]
+    strides: tuple[Expression, ...]
+    offset: Expression = 0
+
+
+class KernelLaunch(Record):
+    """One launch of a kernel: grid expressions and arguments in the kernel's parameter order (views or symbols)."""
+
+    kernel: str
+    grid: tuple[Expression, Expression, Expression]
+    arguments: tuple[View | str, ...]
+
+
+class Choice(Record):
+    """One implementation of a launch: the first whose ``max_tokens`` admits the token count is taken.
+
+    ``template``: name of the kernel template; ``reason``: why the templates before it were passed over.
+    """
+
+    max_tokens: int | None
+    template: str
+    kernels: tuple[KernelLaunch, ...]
+    reason: str = ""
+
+
+class Launch(Record):
+    """One operation of a phase: what it means (op, inputs, attributes) and how it is done (choices).
+
+    ``op``: "mm.<name>", "region" (a generated kernel; attributes hold the region) or "aten.<name>.<overload>".
+    ``inputs``: views by parameter name (None where an optional tensor is absent). With no choices the operation runs
+    by its reference. ``source``: where in the model's source it came from. ``reason``: why it has no kernel, if so.
+    """
+
+    name: str
+    op: str
+    inputs: dict[str, View | None]
+    outputs: tuple[View, ...]
+    attributes: dict[str, Any]
+    choices: tuple[Choice, ...] = ()
+    source: str = ""
+    reason: str = ""
+
+
+class Phase(Record):
+    """Launches in order. ``after[i]`` lists the earlier launches that launch i must wait for (indices)."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    launches: tuple[Launch, ...]
+    after: tuple[tuple[int, ...], ...]
+    arena_bytes: int
+
+
+class Binary(Record):
+    """A compiled kernel for one architecture; files are relative to the artifact."""
+
+    file: str
+    assembly: str
+    sha256: str
+    symbol: str
+    shared: int
+    num_warps: int
+    warp_size: int
+    registers: int
+    spills: int
+    global_scratch_size: int
+    global_scratch_align: int
+    profile_scratch_size: int
+    ledger: dict[str, int]
+
+
+class Kernel(Record):
+    """An emitted kernel, shared by every launch that names it. ``parameters``: (name, Triton type) pairs."""
+
+    name: str
+    source: str
+    parameters: tuple[tuple[str, str], ...]
+    num_stages: int
+    expectations: dict[str, bool]
+    binaries: dict[str, Binary]
+    proofs: tuple[str, ...] = ()
+
+
+class Plan(Record):
+    """Everything one target needs to run. ``symbols``: largest value of each symbol that sizes the arena."""
+
+    schema_version: int = SCHEMA_VERSION
+    target: str
+    symbols: dict[str, int]
+    buffers: dict[str, Buffer]
+    phases: dict[str, Phase]
+    kernels: dict[str, Kernel]
+
+
+class CacheSpec(Record):
+    """The paged KV cache: buffers kv_cache.<layer> of [pages, kv_heads, page_size, 2 * head_dim]."""
+
+    page_size: int
+    dtype: str
+    layers: int
+    bytes_per_token: int
+
+
+class ModelSpec(Record):
+    """What the engine must know of the model. ``max_context`` in tokens; ``tokenizer`` is a file of the artifact."""
+
+    name: str
+    door: str
+    dtype: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    parameters: int = 0
+    checkpoint: str = ""
+
+
+class QuantizationSpec(Record):
+    """How weights were quantized: scheme and per-layer outcome ("nvfp4" or the reason why not)."""
+
+    scheme: str = "none"
+    options: dict[str, Any] = {}
+    global_scale_convention: str = "multiplier"
+    layers: dict[str, str] = {}
+
+
+class TargetEntry(Record):
+    """One target of an artifact."""
+
+    plan: str
+    architectures: tuple[str, ...]
+    toolchain: dict[str, str]
+
+
+class Manifest(Record):
+    """The table of contents. ``files``: sha256 of every other file of the artifact."""
+
+    schema_version: int = SCHEMA_VERSION
+    mmcompile: str
+    kind: Literal["decoder", "module"]
+    model: ModelSpec
+    quantization: QuantizationSpec
+    cache: CacheSpec | None
+    targets: dict[str, TargetEntry]
+    weights: Literal["packed", "none"]
+    files: dict[str, str]
