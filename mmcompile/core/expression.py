@@ -18,7 +18,13 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_FUNCTIONS: dict[str, Callable[..., int]] = {"cdiv": lambda a, b: -(-a // b), "min": min, "max": max, "Max": max, "Min": min}
+_FUNCTIONS: dict[str, Callable[..., int]] = {
+    "cdiv": lambda a, b: -(-a // b),
+    "min": min,
+    "max": max,
+    "Max": max,
+    "Min": min,
+}
 
 
 @lru_cache(maxsize=4096)

@@ -18,10 +18,33 @@ from torch import Tensor
 
 Argument = str | int | float | bool | None
 
-UNARY_OPS = frozenset({
-    "abs", "bitwise_not", "ceil", "cos", "erf", "exp", "exp2", "floor", "gelu", "log", "log2", "logical_not",
-    "neg", "reciprocal", "relu", "round", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "square", "tanh",
-})
+UNARY_OPS = frozenset(
+    {
+        "abs",
+        "bitwise_not",
+        "ceil",
+        "cos",
+        "erf",
+        "exp",
+        "exp2",
+        "floor",
+        "gelu",
+        "log",
+        "log2",
+        "logical_not",
+        "neg",
+        "reciprocal",
+        "relu",
+        "round",
+        "rsqrt",
+        "sigmoid",
+        "silu",
+        "sin",
+        "sqrt",
+        "square",
+        "tanh",
+    }
+)
 COMPARISON_OPS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
 LOGICAL_OPS = frozenset({"bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or"})
 BINARY_OPS = COMPARISON_OPS | LOGICAL_OPS | {"add", "div", "maximum", "minimum", "mul", "pow", "rsub", "sub"}
@@ -37,13 +60,21 @@ REDUCTION_OPS = REDUCING_OPS | NORMALISING_OPS
 """aten overload-packet names of the steps over the last dimension, which make a region a "reduction"."""
 
 _OPTIONS: dict[str, frozenset[str]] = {
-    "add": frozenset({"alpha"}), "sub": frozenset({"alpha"}), "rsub": frozenset({"alpha"}),
-    "gelu": frozenset({"approximate"}), "var": frozenset({"correction", "keepdim"}),
+    "add": frozenset({"alpha"}),
+    "sub": frozenset({"alpha"}),
+    "rsub": frozenset({"alpha"}),
+    "gelu": frozenset({"approximate"}),
+    "var": frozenset({"correction", "keepdim"}),
     **{op: frozenset({"keepdim"}) for op in REDUCING_OPS - {"var"}},
 }
 _ARITY: dict[str, int] = {
-    **dict.fromkeys(UNARY_OPS | CONSTANT_OPS | COPY_OPS | REDUCTION_OPS, 1), **dict.fromkeys(BINARY_OPS, 2),
-    "clamp_max": 2, "clamp_min": 2, "clamp": 3, "masked_fill": 3, "where": 3,
+    **dict.fromkeys(UNARY_OPS | CONSTANT_OPS | COPY_OPS | REDUCTION_OPS, 1),
+    **dict.fromkeys(BINARY_OPS, 2),
+    "clamp_max": 2,
+    "clamp_min": 2,
+    "clamp": 3,
+    "masked_fill": 3,
+    "where": 3,
 }
 
 
@@ -116,8 +147,7 @@ class Region:
         A non-finite float argument is written as {"float": "inf"} so that the text stays strict JSON.
         """
         program = [
-            [step.name, step.op, step.dtype, [_encode(a) for a in step.args], dict(step.options)]
-            for step in self.steps
+            [step.name, step.op, step.dtype, [_encode(a) for a in step.args], dict(step.options)] for step in self.steps
         ]
         return {"inputs": list(self.inputs), "program": program, "outputs": list(self.outputs)}
 

@@ -40,15 +40,16 @@ _ROUND_UP_ABOVE = torch.where(
 )
 _VALUES = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
 # Both values of every byte, [256] of 8 bytes: one gather decodes two elements.
-_BYTE_PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], dim=1).view(torch.int64).flatten()
+_BYTE_PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], dim=1)
+_BYTE_PAIRS = _BYTE_PAIRS.view(torch.int64).flatten()
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
     """Round ``x`` (any float dtype and shape) to E2M1 codes, uint8 in 0..15: ``sign << 3 | magnitude code``.
 
-    Round to nearest, ties to the even code, saturating at 6. The sign is that of ``x < 0``, as in ModelOpt and in
-    compressed-tensors on the CPU: -0.0 gives code 0, but a negative number that rounds to zero gives code 8 (-0).
-    ``x`` must not be NaN.
+    Round to nearest, ties to the even code, saturating at 6. The sign is that of ``x < 0``, as in ModelOpt and
+    in compressed-tensors on the CPU: -0.0 gives code 0, but a negative number that rounds to zero gives code 8
+    (-0). ``x`` must not be NaN.
     """
     x = x.float()
     magnitude = torch.bucketize(x.abs(), _ROUND_UP_ABOVE.to(x.device), out_int32=True).to(torch.uint8)
@@ -101,13 +102,13 @@ def encode(
     global_scale: Tensor | None = None,
     convention: Convention = "modelopt",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize ``weight`` [n, k]. Returns (packed uint8 [n, k/2], scale e4m3 [n, k/16], multiplier fp32 scalar).
+    """Quantize ``weight`` [n, k].
 
     Args:
         weight: finite, any float dtype, computed in fp32; a meta tensor gives meta results.
         method: "max6" maps the largest element of each block to 6. "search" also tries mapping it to 4 and keeps
-            the scale with the smaller squared error, 6 on a tie (FourOverSix, with the global scale left at 448, so
-            that it is never worse than max6; blocks whose scale would exceed 448 cannot choose 4).
+            the scale with the smaller squared error, 6 on a tie (FourOverSix, with the global scale unchanged, so
+            that no block is ever worse than with max6; a block whose scale would exceed 448 cannot choose 4).
         global_scale: multiplier to use instead of ``max|weight| / (6 * 448)``; larger blocks saturate.
         convention: whose rounding to reproduce bit for bit (for fp32 weights):
 
@@ -123,26 +124,30 @@ def encode(
 
             An all-zero tensor gets the global scale 1.0 in both (ModelOpt itself would divide by zero).
 
+    Returns: packed uint8 [n, k/2], scale float8_e4m3fn [n, k/16], multiplier fp32 scalar (s, or 1 / g).
     Raises ValueError for a wrong shape, method or convention, or for NaN or infinity in ``weight``.
     """
     _check_encode_arguments(weight, method, convention)
-    blocks = weight.float().unflatten(-1, (-1, BLOCK))
-    amax = blocks.abs().amax()
-    multiplier = _choose_global(amax, convention) if global_scale is None else global_scale.float().reshape(())
-    scale, step = _scale_blocks(blocks, multiplier, E2M1_MAX, amax, convention, global_scale is None)
+    blocks = weight.float().reshape(weight.shape[0], -1, BLOCK)
+    block_amax = blocks.abs().amax(-1)
+    stored = _global_of(block_amax.amax(), convention)
+    if global_scale is not None:
+        given = global_scale.float().reshape(())
+        stored = given if convention == "modelopt" else 1.0 / given
+    scale, step = _scale_blocks(block_amax, stored, E2M1_MAX, convention)
     codes = encode_e2m1(blocks / step[..., None])
     if method == "search":
-        scale4, step4 = _scale_blocks(blocks, multiplier, 4.0, amax, convention, global_scale is None)
+        scale4, step4 = _scale_blocks(block_amax, stored, 4.0, convention)
         codes4 = encode_e2m1(blocks / step4[..., None])
         better = _squared_error(blocks, codes4, step4) < _squared_error(blocks, codes, step)
-        scale = torch.where(better, scale4.float(), scale.float()).to(torch.float8_e4m3fn)
+        scale = torch.where(better, scale4, scale)
         codes = torch.where(better[..., None], codes4, codes)
-    return pack_codes(codes.flatten(-2)), scale, multiplier
+    return pack_codes(codes.flatten(-2)), scale.to(torch.float8_e4m3fn), to_multiplier(stored, convention)
 
 
 def _check_encode_arguments(weight: Tensor, method: str, convention: str) -> None:
     if weight.ndim != 2 or weight.shape[1] % BLOCK:
-        raise ValueError(f"NVFP4 needs a matrix with a multiple of {BLOCK} columns, got {tuple(weight.shape)}")
+        raise ValueError(f"NVFP4 needs a matrix, columns a multiple of {BLOCK}, got {tuple(weight.shape)}")
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {get_args(Method)}, got {method!r}")
     if convention not in get_args(Convention):
@@ -151,32 +156,25 @@ def _check_encode_arguments(weight: Tensor, method: str, convention: str) -> Non
         raise ValueError("cannot quantize a weight that holds NaN or infinity")
 
 
-def _quantizer(amax: Tensor) -> Tensor:
-    """compressed-tensors' global scale, 2688 / amax, or 1 where that is not finite."""
-    value = FULL_RANGE / amax.clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.nan_to_num(value, nan=1.0, posinf=1.0)
-
-
-def _choose_global(amax: Tensor, convention: str) -> Tensor:
-    if convention == "compressed-tensors":
-        return 1.0 / _quantizer(amax)
-    multiplier = amax / FULL_RANGE
-    return torch.where(multiplier == 0, torch.ones_like(multiplier), multiplier)
-
-
-def _scale_blocks(blocks: Tensor, multiplier: Tensor, top: float, amax: Tensor, convention: str,
-                  own_global: bool) -> tuple[Tensor, Tensor]:
-    """Return (e4m3 scale, fp32 step) [n, k/16], where ``step`` is what elements are divided by."""
-    block_amax = blocks.abs().amax(-1)
+def _global_of(amax: Tensor, convention: str) -> Tensor:
+    """The global scale as ``convention`` stores it, for a tensor whose largest magnitude is ``amax``."""
     if convention == "modelopt":
-        raw = block_amax / (top * multiplier)
+        multiplier = amax / FULL_RANGE
+        return torch.where(multiplier == 0, torch.ones_like(multiplier), multiplier)
+    quantizer = FULL_RANGE / amax.clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.nan_to_num(quantizer, posinf=1.0)
+
+
+def _scale_blocks(block_amax: Tensor, stored: Tensor, top: float, convention: str) -> tuple[Tensor, Tensor]:
+    """Return fp32 (scale rounded to e4m3, step that elements are divided by), mapping ``block_amax`` to ``top``."""
+    if convention == "modelopt":
+        raw = block_amax / (top * stored)
         raw = torch.where(raw == 0, torch.ones_like(raw), raw).clamp(E4M3_SMALLEST, E4M3_MAX)
-        scale = raw.to(torch.float8_e4m3fn)
-        return scale, scale.float() * multiplier
-    quantizer = _quantizer(amax) if own_global else 1.0 / multiplier
-    rounded = (quantizer * (block_amax / top)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
-    rounded = torch.where(rounded == 0, torch.full_like(rounded, 0.125), rounded)
-    return rounded.to(torch.float8_e4m3fn), rounded / quantizer
+        scale = raw.to(torch.float8_e4m3fn).float()
+        return scale, scale * stored
+    scale = (stored * (block_amax / top)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+    scale = torch.where(scale == 0, torch.full_like(scale, 0.125), scale)
+    return scale, scale / stored
 
 
 def _squared_error(blocks: Tensor, codes: Tensor, step: Tensor) -> Tensor:
@@ -191,9 +189,9 @@ def check_scales(packed: Tensor, scale: Tensor, global_multiplier: Tensor, where
         where: tensor and file, for the message.
 
     Every scale must be finite and positive. A swapped convention is found from the largest magnitude the scales
-    allow, ``6 * max(scale) * global_multiplier``. Encoders aim at max(scale) = 448, so a tensor whose true maximum
-    is ``amax`` would appear with ``2688**2 / amax`` if its global scale were inverted. The two readings meet at
-    2688: below is right, above is inverted (weights are far below 2688). Below 1e-8 the tensor is damaged.
+    allow, ``6 * max(scale) * global_multiplier``. Encoders aim at max(scale) = 448, so a tensor whose true
+    maximum is ``amax`` would appear with ``2688**2 / amax`` if its global scale were inverted. The two readings
+    meet at 2688: below is right, above is inverted (weights are far below 2688). Below 1e-8 it is damaged.
     """
     rows, half = packed.shape if packed.ndim == 2 else (0, 0)
     if packed.dtype != torch.uint8 or not half or half % (BLOCK // 2):
@@ -203,8 +201,8 @@ def check_scales(packed: Tensor, scale: Tensor, global_multiplier: Tensor, where
         raise CheckpointError(f"NVFP4 block scales must be float8_e4m3fn [{rows}, {half * 2 // BLOCK}], "
                               f"got {scale.dtype} {list(scale.shape)}", where=where)
     if global_multiplier.numel() not in (1, rows):
-        raise CheckpointError(f"NVFP4 global scale must hold 1 or {rows} values, got {global_multiplier.numel()}",
-                              where=where)
+        raise CheckpointError(f"NVFP4 global scale must hold 1 or {rows} values, "
+                              f"got {global_multiplier.numel()}", where=where)
     values = scale.float()
     for name, tensor in (("block scale", values), ("global scale", global_multiplier)):
         if not bool((tensor.isfinite() & (tensor > 0)).all()):
@@ -214,8 +212,8 @@ def check_scales(packed: Tensor, scale: Tensor, global_multiplier: Tensor, where
     if not SMALLEST_WEIGHT_MAX <= largest <= FULL_RANGE:
         raise CheckpointError(
             f"NVFP4 scales allow weights up to {largest:.3g}, which no model has", where=where,
-            fix="check the global scale convention: ModelOpt's weight_scale_2 multiplies, the weight_global_scale "
-                "of compressed-tensors divides",
+            fix="check the global scale convention: ModelOpt's weight_scale_2 multiplies, "
+                "compressed-tensors' weight_global_scale divides",
         )
 
 
@@ -248,7 +246,7 @@ def unswizzle_scales_128x4(swizzled: Tensor, rows: int, columns: int) -> Tensor:
 def view_scales_for_tma(swizzled: Tensor, rows: int, columns: int) -> Tensor:
     """View swizzled scales as [1, ceil(rows/128), ceil(columns/4), 2, 256].
 
-    Each 512-byte tile becomes a [2, 256] box, because the inner box of a TMA descriptor holds at most 256 elements;
-    a load of [1, BLOCK_N/128, BLOCK_K/64, 2, 256] brings the scales of one weight tile.
+    Each 512-byte tile becomes a [2, 256] box, because a TMA box has at most 256 elements along an axis; a load of
+    [1, BLOCK_N/128, BLOCK_K/64, 2, 256] brings the scales of one weight tile.
     """
     return swizzled.view(1, math.ceil(rows / SCALE_TILE[0]), math.ceil(columns / SCALE_TILE[1]), 2, 256)

@@ -22,8 +22,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tenso
     t, h, s = q.shape[0], q.shape[1], k.shape[0]
     mask = None if t == 1 and not 0 < window < s else _causal_mask(t, s, window, q.device)
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None],
-        attn_mask=mask, scale=scale, enable_gqa=h != k.shape[1],
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=h != k.shape[1],
     )
     return out[0].transpose(0, 1).contiguous()
 
@@ -68,14 +72,28 @@ def insert_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> N
     kv_cache[slots // page_size, :, slots % page_size] = rows.to(kv_cache.dtype)
 
 
-def _fake_paged_attention(q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start: Tensor,
-                          scale: float, window: int = 0) -> Tensor:
+def _fake_paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], kv_cache.shape[3] // 2))
 
 
 @define_op(fake=_fake_paged_attention)
-def paged_attention(q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start: Tensor,
-                    scale: float, window: int = 0) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
     """Causal attention of a batch of sequences over their pages of the cache.
 
     Args:

@@ -39,14 +39,16 @@ def _out_width(rows: int, activation: str) -> int:
     return rows // 2 if activation == "swiglu" else rows
 
 
-def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-                 activation: str = "none") -> Tensor:
+def _fake_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], _out_width(weight.shape[0], activation)))
 
 
 @define_op(fake=_fake_linear, row_wise=True)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-           activation: str = "none") -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
+) -> Tensor:
     """``x @ weight.T`` with epilogue.
 
     Args:
@@ -59,14 +61,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     return apply_epilogue(y, None, residual, activation)
 
 
-def _fake_linear_nvfp4(x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None,
-                       residual: Tensor | None = None, activation: str = "none") -> Tensor:
+def _fake_linear_nvfp4(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], _out_width(packed.shape[0], activation)))
 
 
 @define_op(fake=_fake_linear_nvfp4, row_wise=True)
-def linear_nvfp4(x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None,
-                 residual: Tensor | None = None, activation: str = "none") -> Tensor:
+def linear_nvfp4(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
     """Linear layer with NVFP4 weights and unquantized activations (W4A16).
 
     Args:

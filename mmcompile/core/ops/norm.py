@@ -9,14 +9,16 @@ from torch.nn import functional as F
 from mmcompile.core.ops.define import define_op
 
 
-def _fake_rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0,
-                   round_before_scale: bool = True) -> Tensor:
+def _fake_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
+) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @define_op(fake=_fake_rms_norm, row_wise=True)
-def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0,
-             round_before_scale: bool = True) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
+) -> Tensor:
     """RMSNorm over the last dimension (Zhang & Sennrich 2019), in fp32.
 
     Args:
@@ -37,14 +39,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0,
     return (normed * (weight.float() + weight_offset)).to(x.dtype)
 
 
-def _fake_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0,
-                       round_before_scale: bool = True) -> tuple[Tensor, Tensor]:
+def _fake_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
 @define_op(fake=_fake_add_rms_norm, row_wise=True)
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0,
-                 round_before_scale: bool = True) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
+) -> tuple[Tensor, Tensor]:
     """``s = x + residual`` rounded to x's dtype; returns ``(rms_norm(s), s)``. Shapes as in rms_norm."""
     total = x + residual
     return rms_norm(total, weight, eps, weight_offset, round_before_scale), total

@@ -33,18 +33,38 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def _fake_qk_norm_rope_insert(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, positions: Tensor, cos_sin: Tensor,
-    kv_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
-    weight_offset: float = 0.0, round_before_scale: bool = True,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
 ) -> Tensor:
     return qkv.new_empty((qkv.shape[0], num_heads, head_dim))
 
 
 @define_op(fake=_fake_qk_norm_rope_insert, mutates=("kv_cache",))
 def qk_norm_rope_insert(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, positions: Tensor, cos_sin: Tensor,
-    kv_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
-    weight_offset: float = 0.0, round_before_scale: bool = True,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
 ) -> Tensor:
     """Per-head RMSNorm of q and k (skipped where the weight is None), RoPE, and insertion of k and v in the cache.
 
@@ -67,30 +87,78 @@ def qk_norm_rope_insert(
 
 
 def _fake_qkv_norm_rope_insert(
-    x: Tensor, weight: Tensor, bias: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
-    positions: Tensor, cos_sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int,
-    head_dim: int, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
 ) -> Tensor:
     return x.new_empty((x.shape[0], num_heads, head_dim))
 
 
 @define_op(fake=_fake_qkv_norm_rope_insert, mutates=("kv_cache",))
 def qkv_norm_rope_insert(
-    x: Tensor, weight: Tensor, bias: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
-    positions: Tensor, cos_sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int,
-    head_dim: int, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
 ) -> Tensor:
     """``qk_norm_rope_insert(linear(x, weight, bias), ...)``: x [tokens, k], weight [(H + 2 Hkv) * head_dim, k]."""
     return qk_norm_rope_insert(
-        linear(x, weight, bias), q_weight, k_weight, positions, cos_sin, kv_cache, slot_mapping,
-        num_heads, num_kv_heads, head_dim, eps, weight_offset, round_before_scale,
+        linear(x, weight, bias),
+        q_weight,
+        k_weight,
+        positions,
+        cos_sin,
+        kv_cache,
+        slot_mapping,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        eps,
+        weight_offset,
+        round_before_scale,
     )
 
 
 def _fake_qkv_norm_rope_insert_nvfp4(
-    x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, q_weight: Tensor | None,
-    k_weight: Tensor | None, positions: Tensor, cos_sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
-    num_heads: int, num_kv_heads: int, head_dim: int, eps: float, weight_offset: float = 0.0,
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    weight_offset: float = 0.0,
     round_before_scale: bool = True,
 ) -> Tensor:
     return x.new_empty((x.shape[0], num_heads, head_dim))
@@ -98,13 +166,37 @@ def _fake_qkv_norm_rope_insert_nvfp4(
 
 @define_op(fake=_fake_qkv_norm_rope_insert_nvfp4, mutates=("kv_cache",))
 def qkv_norm_rope_insert_nvfp4(
-    x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, q_weight: Tensor | None,
-    k_weight: Tensor | None, positions: Tensor, cos_sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
-    num_heads: int, num_kv_heads: int, head_dim: int, eps: float, weight_offset: float = 0.0,
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    weight_offset: float = 0.0,
     round_before_scale: bool = True,
 ) -> Tensor:
     """``qk_norm_rope_insert(linear_nvfp4(x, packed, scale, global_scale, bias), ...)``."""
     return qk_norm_rope_insert(
-        linear_nvfp4(x, packed, scale, global_scale, bias), q_weight, k_weight, positions, cos_sin, kv_cache,
-        slot_mapping, num_heads, num_kv_heads, head_dim, eps, weight_offset, round_before_scale,
+        linear_nvfp4(x, packed, scale, global_scale, bias),
+        q_weight,
+        k_weight,
+        positions,
+        cos_sin,
+        kv_cache,
+        slot_mapping,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        eps,
+        weight_offset,
+        round_before_scale,
     )

@@ -37,14 +37,16 @@ def philox_uniform(seed: Tensor, counter: Tensor, lane: Tensor) -> Tensor:
     return ((c0 >> 8).float() + 0.5) * (1.0 / (1 << 24))
 
 
-def _fake_sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor,
-                 positions: Tensor) -> Tensor:
+def _fake_sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, positions: Tensor
+) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 
 @define_op(fake=_fake_sample)
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor,
-           positions: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, positions: Tensor
+) -> Tensor:
     """Next token of every sequence.
 
     Args:
