@@ -23,6 +23,7 @@ def _mul_hi_lo(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
 def philox_uniform(seed: Tensor, counter: Tensor, lane: Tensor) -> Tensor:
     """Uniform fp32 in (0, 1): first word of Philox-4x32-10 (Salmon et al. 2011) of counter (lane, counter, 0, 0).
 
+    The upper 23 bits are used, so that every value is exact and 1 (an infinite Gumbel noise) cannot occur.
     seed: int64 (64-bit key). counter: int (position). lane: int (token id). All broadcast; integers hold 32-bit values.
     """
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
@@ -34,7 +35,7 @@ def philox_uniform(seed: Tensor, counter: Tensor, lane: Tensor) -> Tensor:
         hi1, lo1 = _mul_hi_lo(c2, _M1)
         c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
-    return ((c0 >> 8).float() + 0.5) * (1.0 / (1 << 24))
+    return ((c0 >> 9).float() + 0.5) * (1.0 / (1 << 23))
 
 
 def _fake_sample(
