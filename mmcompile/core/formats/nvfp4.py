@@ -195,25 +195,34 @@ def check_scales(packed: Tensor, scale: Tensor, global_multiplier: Tensor, where
     """
     rows, half = packed.shape if packed.ndim == 2 else (0, 0)
     if packed.dtype != torch.uint8 or not half or half % (BLOCK // 2):
-        raise CheckpointError(f"packed NVFP4 weight must be uint8 [n, k/2] with k a multiple of {BLOCK}, "
-                              f"got {packed.dtype} {list(packed.shape)}", where=where)
+        raise CheckpointError(
+            f"packed NVFP4 weight must be uint8 [n, k/2] with k a multiple of {BLOCK}, "
+            f"got {packed.dtype} {list(packed.shape)}",
+            where=where,
+        )
     if scale.dtype != torch.float8_e4m3fn or tuple(scale.shape) != (rows, half * 2 // BLOCK):
-        raise CheckpointError(f"NVFP4 block scales must be float8_e4m3fn [{rows}, {half * 2 // BLOCK}], "
-                              f"got {scale.dtype} {list(scale.shape)}", where=where)
+        raise CheckpointError(
+            f"NVFP4 block scales must be float8_e4m3fn [{rows}, {half * 2 // BLOCK}], "
+            f"got {scale.dtype} {list(scale.shape)}",
+            where=where,
+        )
     if global_multiplier.numel() not in (1, rows):
-        raise CheckpointError(f"NVFP4 global scale must hold 1 or {rows} values, "
-                              f"got {global_multiplier.numel()}", where=where)
+        raise CheckpointError(
+            f"NVFP4 global scale must hold 1 or {rows} values, got {global_multiplier.numel()}", where=where
+        )
     values = scale.float()
     for name, tensor in (("block scale", values), ("global scale", global_multiplier)):
         if not bool((tensor.isfinite() & (tensor > 0)).all()):
-            raise CheckpointError(f"NVFP4 {name} is NaN, infinite, zero or negative", where=where,
-                                  fix="export the checkpoint again")
+            raise CheckpointError(
+                f"NVFP4 {name} is NaN, infinite, zero or negative", where=where, fix="export the checkpoint again"
+            )
     largest = float((values.amax(1) * global_multiplier.reshape(-1)).max()) * E2M1_MAX
     if not SMALLEST_WEIGHT_MAX <= largest <= FULL_RANGE:
         raise CheckpointError(
-            f"NVFP4 scales allow weights up to {largest:.3g}, which no model has", where=where,
+            f"NVFP4 scales allow weights up to {largest:.3g}, which no model has",
+            where=where,
             fix="check the global scale convention: ModelOpt's weight_scale_2 multiplies, "
-                "compressed-tensors' weight_global_scale divides",
+            "compressed-tensors' weight_global_scale divides",
         )
 
 

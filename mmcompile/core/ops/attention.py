@@ -98,9 +98,9 @@ def paged_attention(
 
     Args:
         q: [tokens, heads, d], sequences one after the other. kv_cache: as in ``insert_kv``, new tokens already in it.
-        block_table: int32 [batch, max_blocks], page of each block of a sequence (entries past its length are not read).
+        block_table: int32 [batch, max_blocks], page of each block of a sequence (those past its length are never read).
         seq_lens: int32 [batch], length with the new tokens. query_start: int32 [batch + 1], prefix sums of new tokens;
-            the new tokens of a sequence are its last ones. A sequence with seq_len 0 or no new tokens gives zeros / nothing.
+            the new tokens of a sequence are its last ones. seq_len 0 gives zeros.
         scale, window: as in ``attention``.
 
     Returns: [tokens, heads, d] in q's dtype.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from mmcompile.core.errors import unknown_name
 
 Reference = Callable[..., Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ OPS: dict[str, Op] = {}
 
 def define_op(
     *, fake: Reference, mutates: tuple[str, ...] = (), row_wise: bool = False
-) -> Callable[[Reference], Reference]:
+) -> Callable[[Function], Function]:
     """Register the decorated reference as ``mm::<function name>``.
 
     The function must be pure but for the arguments in ``mutates``, and must return fresh tensors. ``fake`` takes the
@@ -47,7 +48,7 @@ def define_op(
     calling it directly skips torch's dispatcher.
     """
 
-    def register(reference: Reference) -> Reference:
+    def register(reference: Function) -> Function:
         name = reference.__name__
         if name in OPS:
             raise AssertionError(f"mm::{name} is defined twice")

@@ -60,5 +60,5 @@ def _fake_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @define_op(fake=_fake_swiglu, row_wise=True)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` (Shazeer 2020), each step rounded to the input dtype. [..., n] each; strided views allowed."""
+    """``silu(gate) * up`` (Shazeer 2020), rounded after each step. [..., n] each; strided views allowed."""
     return F.silu(gate) * up

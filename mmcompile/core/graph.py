@@ -1,0 +1,156 @@
+"""FX helpers: canonical arguments, stable names, shapes, where a node came from, readable text."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mmcompile.core.ops.define import find_op
+
+
+def operation_name(target: Any) -> str:
+    """Readable operation of a call target: "mm.rms_norm", "aten.add.Tensor", "getitem"."""
+    op = find_op(target)
+    if op is not None:
+        return f"mm.{op.name}"
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._opname}.{target._overloadname}"
+    return getattr(target, "__name__", str(target))
+
+
+def source_of(node: fx.Node) -> str:
+    """Where in the model's source the node came from, "" if unknown."""
+    return str(node.meta.get("source", ""))
+
+
+def full_arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by parameter name, defaults filled in; positional index names for plain functions."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return {str(i): a for i, a in enumerate(node.args)} | dict(node.kwargs)
+    values: dict[str, Any] = {}
+    for i, parameter in enumerate(target._schema.arguments):
+        if i < len(node.args):
+            values[parameter.name] = node.args[i]
+        elif parameter.name in node.kwargs:
+            values[parameter.name] = node.kwargs[parameter.name]
+        else:
+            values[parameter.name] = parameter.default_value
+    return values
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value (shape and dtype) of a node; None if the pass that made it did not set one."""
+    return node.meta.get("val")
+
+
+def get_parameter(graph_module: fx.GraphModule, name: str) -> torch.Tensor:
+    """The tensor behind a get_attr target such as "model.layers.0.mlp.up_proj.weight"."""
+    value: Any = graph_module
+    for part in name.split("."):
+        value = getattr(value, part)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is not a tensor")
+    return value
+
+
+def set_parameter(graph_module: fx.GraphModule, name: str, value: torch.Tensor) -> None:
+    """Register a tensor under a dotted name as a buffer, making the modules on the way."""
+    *path, leaf = name.split(".")
+    module: torch.nn.Module = graph_module
+    for part in path:
+        if not hasattr(module, part):
+            module.add_module(part, torch.nn.Module())
+        module = getattr(module, part)
+    if hasattr(module, leaf):
+        delattr(module, leaf)
+    module.register_buffer(leaf, value.detach())
+
+
+def users_in_order(node: fx.Node) -> list[fx.Node]:
+    """Users sorted by their place in the graph (FX keeps insertion order of uses instead)."""
+    return sorted(node.users, key=lambda user: user)
+
+
+def infer_meta(graph_module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
+    """Compute meta["val"] of new nodes from the fake values of their inputs, in the given order."""
+    for node in nodes:
+        if node.op == "get_attr":
+            tensor = get_parameter(graph_module, str(node.target))
+            mode = find_fake_mode(graph_module)
+            node.meta["val"] = mode.from_tensor(tensor, static_shapes=True) if mode else tensor
+        elif node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            mode = find_fake_mode(graph_module)
+            if mode is None:
+                raise RuntimeError("the graph carries no fake values")
+            with mode:
+                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def find_fake_mode(graph_module: fx.GraphModule) -> Any:
+    """The FakeTensorMode of the graph's values, found on the first fake tensor."""
+    cached = graph_module.meta.get("fake_mode")
+    if cached is not None:
+        return cached
+    for node in graph_module.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            graph_module.meta["fake_mode"] = mode
+            return mode
+    return None
+
+
+def is_getitem(node: fx.Node, index: int | None = None) -> bool:
+    """True for ``getitem(x, index)``; any index if None."""
+    return node.op == "call_function" and node.target is operator.getitem and index in (None, node.args[1])
+
+
+def describe_value(value: Any) -> str:
+    """Short shape and dtype, e.g. "bf16[tokens, 576]"."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "f")
+        return f"{dtype}[{', '.join(str(d) for d in value.shape)}]"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(describe_value(v) for v in value) + ")"
+    return "" if value is None else str(value)
+
+
+def print_graph(graph_module: fx.GraphModule) -> str:
+    """Stable text of a graph, one node a line: name, operation, arguments, value, source."""
+    lines = []
+    for node in graph_module.graph.nodes:
+        args = ", ".join([str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()])
+        if node.op in ("placeholder", "get_attr"):
+            text = f"{node.name} = {node.op} {node.target}"
+        elif node.op == "output":
+            text = f"return {args}"
+        else:
+            text = f"{node.name} = {operation_name(node.target)}({args})"
+        comment = "  ".join(part for part in (describe_value(value_of(node)), source_of(node)) if part)
+        lines.append(f"{text}    # {comment}" if comment else text)
+    return "\n".join(lines) + "\n"
+
+
+def is_pure(node: fx.Node) -> bool:
+    """True if the node neither writes an argument nor leaves the graph."""
+    if node.op != "call_function":
+        return node.op in ("get_attr", "placeholder")
+    target = node.target
+    return not (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
+
+
+def depends_only_on_weights(graph_module: fx.GraphModule) -> set[fx.Node]:
+    """Nodes whose value is fixed by get_attr constants alone (weights and what is computed from them)."""
+    constant: set[fx.Node] = set()
+    for node in graph_module.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "get_attr" or (
+            node.op == "call_function" and is_pure(node) and inputs and all(n in constant for n in inputs)
+        ):
+            constant.add(node)
+    return constant
