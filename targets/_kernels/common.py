@@ -11,8 +11,8 @@ _TRITON_NAMES = {
     "uint8": "u8", "int32": "i32", "int64": "i64",
 }
 _LANGUAGE_NAMES = {
-    "bfloat16": "tl.bfloat16", "float16": "tl.float16", "float32": "tl.float32", "float8_e4m3fn": "tl.float8e4nv",
-    "uint8": "tl.uint8", "int32": "tl.int32", "int64": "tl.int64",
+    "bfloat16": "tl.bfloat16", "float16": "tl.float16", "float32": "tl.float32",
+    "float8_e4m3fn": "tl.float8e4nv", "uint8": "tl.uint8", "int32": "tl.int32", "int64": "tl.int64",
 }
 ELEMENT_SIZES = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "uint8": 1, "int32": 4, "int64": 8,
@@ -86,7 +86,7 @@ def kernel_name(base: str, *parts: str | int) -> str:
 
 
 def refuse_rows(call: OpCall, *names: str) -> str | None:
-    """A reason if a present operand among ``names`` is not float rows [rows, n] with unit stride, else None."""
+    """A reason if a present operand among ``names`` is not float [rows, n] with unit stride, else None."""
     for name in names:
         operand = call.operands.get(name)
         if operand is None:
