@@ -17,8 +17,8 @@ from mmcompile.core.errors import LoweringError, VerificationError
 from mmcompile.core.graph import operation_name, print_graph
 from mmcompile.core.passes import Pass, PassContext, PassResult
 
-# A pass may change results by at most this much of the largest magnitude, by what it declares it does.
-BOUNDS = {"bitwise": 0.0, "bounded": {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}}
+# A "bounded" pass may change results by at most this much of the largest magnitude, by the dtype of the result.
+BOUNDED = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 MINIMUM_SNR_DB = 8.0
 
 
@@ -56,7 +56,7 @@ class PassReport:
         return data
 
 
-Inputs = Sequence[torch.Tensor]
+Inputs = Mapping[str, torch.Tensor]  # by placeholder name
 
 
 def count_operations(graph_module: fx.GraphModule) -> dict[str, int]:
@@ -119,16 +119,16 @@ def _run_one(
     check_structure(graph_module, item.name)
     seconds = time.perf_counter() - started
     certificate = None
-    if (
-        before is not None
-        and make_inputs is not None
-        and (result.matches or count_before != len(graph_module.graph.nodes))
-    ):
+    if before is not None and make_inputs is not None and _changed(result, count_before, graph_module):
         certificate = compare_graphs(before, graph_module, make_inputs, item.effect, item.name, seed)
     return PassReport(
         index, item.name, item.phase, item.description, seconds, count_before, len(graph_module.graph.nodes),
         count_operations(graph_module), result, certificate,
     )  # fmt: skip
+
+
+def _changed(result: PassResult, nodes_before: int, graph_module: fx.GraphModule) -> bool:
+    return bool(result.matches) or nodes_before != len(graph_module.graph.nodes)
 
 
 def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -176,16 +176,15 @@ def compare_graphs(
     effect: str,
     name: str,
     seed: int,
-) -> Certificate | None:
-    """Run both graphs on equal seeded inputs; None if the interface changed (then the pass proves itself in tests)."""
+) -> Certificate:
+    """Run both graphs on inputs made from one seed and compare their results and the state they write."""
     inputs_before, inputs_after = make_inputs(before, seed), make_inputs(after, seed)
-    if len(inputs_before) != len(inputs_after):
-        return None
     with torch.no_grad():
-        want, have = flatten(before(*inputs_before)), flatten(after(*inputs_after))
-    # State that the graphs write (the KV cache) is compared like a result.
-    want += [t for t in inputs_before if t.is_floating_point()]
-    have += [t for t in inputs_after if t.is_floating_point()]
+        want, have = flatten(before(*inputs_before.values())), flatten(after(*inputs_after.values()))
+    # State that both graphs write (the KV cache) is compared like a result.
+    shared = [n for n, t in inputs_before.items() if t.is_floating_point() and n in inputs_after]
+    want += [inputs_before[n] for n in shared]
+    have += [inputs_after[n] for n in shared]
     worst, scale, noise, signal = 0.0, 0.0, 0.0, 0.0
     for w, h in zip(want, have, strict=True):
         if w.shape != h.shape or w.dtype != h.dtype:
@@ -208,8 +207,7 @@ def check_certificate(certificate: Certificate, dtype: torch.dtype, name: str) -
         if certificate.snr_db is not None and certificate.snr_db < MINIMUM_SNR_DB:
             raise VerificationError(f"pass {name} leaves a signal-to-noise ratio of only {certificate.snr_db:.1f} dB")
         return
-    bounds = BOUNDS[certificate.kind]
-    bound = bounds.get(dtype, 4e-2) if isinstance(bounds, Mapping) else bounds
+    bound = 0.0 if certificate.kind == "bitwise" else BOUNDED.get(dtype, 0.0)
     if not certificate.max_error <= bound * max(certificate.scale, 1e-30):
         raise VerificationError(
             f"pass {name} declares itself {certificate.kind} but changed a result by {certificate.max_error:.3g} "

@@ -77,7 +77,7 @@ def qk_norm_rope_insert(
     """
     tokens = qkv.shape[0]
     widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-    q, k, v = (part.reshape(tokens, -1, head_dim) for part in qkv.split(widths, dim=-1))
+    q, k, v = (part.reshape(tokens, -1, head_dim) for part in torch.split(qkv, widths, dim=-1))
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps, weight_offset, round_before_scale)
     if k_weight is not None:

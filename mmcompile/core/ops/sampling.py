@@ -27,7 +27,7 @@ def philox_uniform(seed: Tensor, counter: Tensor, lane: Tensor) -> Tensor:
     seed: int64 (64-bit key). counter: int (position). lane: int (token id). All broadcast; integers hold 32-bit values.
     """
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    shape = torch.broadcast_tensors(seed, counter, lane)[0].shape
+    shape = (seed + counter + lane).shape
     c0, c1 = (lane.long() & _MASK).expand(shape), (counter.long() & _MASK).expand(shape)
     c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
     for _ in range(10):
