@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 
 
@@ -22,6 +23,10 @@ class MMError(Exception):
         place = f" (at {where})" if where else ""
         advice = f"; {fix}" if fix else ""
         super().__init__(f"{what}{place}{advice}.")
+
+    def __reduce__(self) -> tuple[functools.partial[MMError], tuple[()]]:
+        """Pickle by arguments, so that an error crosses from a worker process with its fields."""
+        return functools.partial(type(self), self.what, where=self.where, fix=self.fix), ()
 
 
 class UsageError(MMError):

@@ -1,0 +1,61 @@
+"""Compare a compiled kernel with its target's limits. Triton itself does not check shared memory when it compiles."""
+
+from __future__ import annotations
+
+from mmcompile.core.errors import LoweringError, unknown_name
+from mmcompile.core.kernel import CompiledKernel
+from mmcompile.core.spec import Architecture, TargetSpec
+
+MAX_THREADS_PER_BLOCK = 1024
+MAX_SPILL_BYTES = 256
+"""Spilled bytes per thread above which a kernel is refused; below, it is only reported."""
+
+_DEFAULT_SHARED_MEMORY = 227 * 1024
+_SHARED_TENSOR_MEMORY_COLUMNS = 512
+
+
+def find_architecture(spec: TargetSpec, name: str) -> Architecture:
+    """The architecture of ``spec`` called ``name``; raises UsageError with the closest name."""
+    for architecture in spec.architectures:
+        if architecture.name == name:
+            return architecture
+    raise unknown_name(f"architecture of {spec.name}", name, (a.name for a in spec.architectures))
+
+
+def shared_memory_limit(spec: TargetSpec, architecture: Architecture) -> int:
+    """Bytes of shared memory one block may use: above 227 KB only where the launch can opt in to more."""
+    if "shared_memory_oversized" in architecture.features:
+        return spec.shared_memory_per_block
+    return min(spec.shared_memory_per_block, _DEFAULT_SHARED_MEMORY)
+
+
+def check_limits(compiled: CompiledKernel, spec: TargetSpec) -> list[str]:
+    """Return warnings about a kernel that fits; raise LoweringError naming limit, value and remedy if it does not.
+
+    Checked: shared memory, registers, threads per block, tensor-memory columns (above 512 only with an exclusive
+    allocation), and spills (an error above MAX_SPILL_BYTES per thread).
+    """
+    facts = compiled.metadata
+    architecture = find_architecture(spec, compiled.architecture)
+    columns = spec.tensor_memory_columns
+    if "tcgen05.alloc" in compiled.assembly and ".exclusive" not in compiled.assembly:
+        columns = min(columns, _SHARED_TENSOR_MEMORY_COLUMNS)
+    threads = facts["num_warps"] * facts["warp_size"]
+    shared = facts["shared"] + facts.get("static_shared", 0)
+    limits = (
+        ("bytes of shared memory", shared, shared_memory_limit(spec, architecture), "lower num_stages or the tile"),
+        ("registers per thread", facts["registers"], spec.registers_per_thread, "lower the tile or raise num_warps"),
+        ("threads per block", threads, min(MAX_THREADS_PER_BLOCK, spec.threads_per_unit), "lower num_warps"),
+        ("tensor-memory columns", facts["tmem_size"], columns, "lower the accumulator tile"),
+        ("spilled bytes per thread", facts["spills"], MAX_SPILL_BYTES, "lower the tile or raise num_warps"),
+    )
+    for what, value, limit, remedy in limits:
+        if value > limit:
+            raise LoweringError(
+                f"{compiled.source.name!r} for {compiled.architecture} uses {value} {what}, the limit is {limit}",
+                where=compiled.source.name,
+                fix=remedy,
+            )
+    if facts["spills"]:
+        return [f"{compiled.source.name} ({compiled.architecture}): spills {facts['spills']} bytes per thread"]
+    return []
