@@ -1,0 +1,314 @@
+"""Linear layers with bias, SwiGLU and residual epilogues: a skinny kernel for decode and a tiled GEMM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Parameter
+from mmcompile.core.spec import Architecture, TargetSpec
+from mmcompile.targets._emit import emit_kernel
+from mmcompile.targets._kernels.common import (
+    ELEMENT_SIZES,
+    ceil_div,
+    is_present,
+    kernel_name,
+    need,
+    next_power_of_two,
+    pointer,
+    refuse_rows,
+    row_stride,
+    short_dtype,
+    symbol_parameters,
+)
+
+SKINNY_TOKENS = 16
+SPLIT = 4
+
+
+@triton.jit
+def project_skinny(x, weight, scale, global_scale, tokens, row, valid, K: tl.constexpr, X_STRIDE: tl.constexpr,
+                   WEIGHT_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, SPLIT: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The ``valid`` ones of the weight rows ``row`` [BLOCK_N] times up to 16 tokens: fp32 [16, BLOCK_N].
+
+    Every step takes SPLIT * BLOCK_K of K, a slice of BLOCK_K for each warp; the slices are added at the end.
+    """
+    token = tl.arange(0, 16)[None, :, None]
+    k = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    x_tile = x + token * X_STRIDE + k[:, None, :]
+    weight_tile = weight + row.to(tl.int64)[None, None, :] * WEIGHT_STRIDE + k[:, :, None]
+    accumulator = tl.zeros((SPLIT, 16, BLOCK_N), tl.float32)
+    for start in range(0, K, SPLIT * BLOCK_K):
+        x_mask, weight_mask = token < tokens, valid[None, None, :]
+        if K % (SPLIT * BLOCK_K) != 0:
+            x_mask = x_mask & (k[:, None, :] < K - start)
+            weight_mask = weight_mask & (k[:, :, None] < K - start)
+        left = tl.load(x_tile + start, mask=x_mask, other=0.0)
+        right = tl.load(weight_tile + start, mask=weight_mask, other=0.0)
+        accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
+    return tl.sum(accumulator, 0)
+
+
+@triton.jit
+def project_tile(x, weight, scale, global_scale, tokens, token, row, valid, K: tl.constexpr, X_STRIDE: tl.constexpr,
+                 WEIGHT_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The ``valid`` ones of the weight rows ``row`` [BLOCK_N] times x[token]: fp32 [BLOCK_M, BLOCK_N]."""
+    k = tl.arange(0, BLOCK_K)
+    x_tile = x + token.to(tl.int64)[:, None] * X_STRIDE + k[None, :]
+    weight_tile = weight + row.to(tl.int64)[None, :] * WEIGHT_STRIDE + k[:, None]
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x_mask, weight_mask = (token < tokens)[:, None], valid[None, :]
+        if K % BLOCK_K != 0:
+            x_mask = x_mask & (k[None, :] < K - start)
+            weight_mask = weight_mask & (k[:, None] < K - start)
+        left = tl.load(x_tile + start, mask=x_mask, other=0.0)
+        right = tl.load(weight_tile + start, mask=weight_mask, other=0.0)
+        accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
+    return accumulator
+
+
+@triton.jit
+def weight_rows(tile, N: tl.constexpr, SWIGLU: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Weight rows of a tile and which of them exist. SWIGLU interleaves gate rows n and up rows N + n."""
+    if SWIGLU:
+        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N) // 2
+        row = column + (tl.arange(0, BLOCK_N) % 2) * N
+    else:
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = column
+    return row, column < N
+
+
+@triton.jit
+def silu_times(gate, up):
+    """silu(gate) * up, each step rounded to the inputs' dtype as in mm::swiglu."""
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def store_linear(value, bias, residual, result, tokens, tile, token, row, valid, N: tl.constexpr,
+                 RESIDUAL_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr, SWIGLU: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Epilogue of a tile: fp32 value [BLOCK_M, BLOCK_N] -> bias, SwiGLU, residual, each rounded -> result."""
+    if bias is not None:
+        value += tl.load(bias + row, mask=valid, other=0.0).to(tl.float32)[None, :]
+    value = value.to(result.dtype.element_ty)
+    if SWIGLU:
+        gate, up = tl.split(tl.reshape(value, (BLOCK_M, BLOCK_N // 2, 2)))
+        value = silu_times(gate, up)
+        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = token.to(tl.int64)[:, None]
+    mask = (token < tokens)[:, None] & (column < N)[None, :]
+    if residual is not None:
+        other = tl.load(residual + place * RESIDUAL_STRIDE + column[None, :], mask=mask, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
+    tl.store(result + place * RESULT_STRIDE + column[None, :], value, mask=mask)
+
+
+@triton.jit
+def tile_linear_skinny(tile, x, weight, scale, global_scale, bias, residual, result, tokens, N: tl.constexpr,
+                       K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
+                       SCALE_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr,
+                       SWIGLU: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The result columns of BLOCK_N weight rows, for all of at most 16 tokens."""
+    row, valid = weight_rows(tile, N, SWIGLU, BLOCK_N)
+    value = project_skinny(x, weight, scale, global_scale, tokens, row, valid, K, X_STRIDE, WEIGHT_STRIDE,
+                           SCALE_STRIDE, SPLIT, BLOCK_N, BLOCK_K)
+    store_linear(value, bias, residual, result, tokens, tile, tl.arange(0, 16), row, valid, N, RESIDUAL_STRIDE,
+                 RESULT_STRIDE, SWIGLU, 16, BLOCK_N)
+
+
+@triton.jit
+def tile_linear_gemm(tile, x, weight, scale, global_scale, bias, residual, result, tokens, N: tl.constexpr,
+                     K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
+                     SCALE_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr,
+                     SWIGLU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                     TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """The result columns of BLOCK_N weight rows for BLOCK_M tokens; tiles run down GROUP_M token blocks at a time."""
+    group = tile // (GROUP_M * TILES_N)
+    group_rows = tl.minimum(tl.cdiv(tokens, BLOCK_M) - group * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * TILES_N)
+    token = (group * GROUP_M + within % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile_n = within // group_rows
+    row, valid = weight_rows(tile_n, N, SWIGLU, BLOCK_N)
+    value = project_tile(x, weight, scale, global_scale, tokens, token, row, valid, K, X_STRIDE, WEIGHT_STRIDE,
+                         SCALE_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K)
+    store_linear(value, bias, residual, result, tokens, tile_n, token, row, valid, N, RESIDUAL_STRIDE,
+                 RESULT_STRIDE, SWIGLU, BLOCK_M, BLOCK_N)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tokens, weight rows and K of a tile (``m`` is 0 for a skinny kernel), and launch options."""
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+
+
+def skinny_blocks(rows: int, k: int, element_size: int, spec: TargetSpec) -> Blocks:
+    """Tile of a skinny kernel over ``rows`` weight rows: small enough that every unit gets a program.
+
+    The matrix unit takes 8 rows at least on NVIDIA and 16 on AMD; a K slice is one 128-byte line.
+    """
+    narrow = spec.backend == "cuda" and ceil_div(rows, 16) < spec.units
+    block_k = max(16, min(128 // element_size, next_power_of_two(ceil_div(k, SPLIT))))
+    return Blocks(0, 8 if narrow else 16, block_k, SPLIT, 4 if spec.backend == "cuda" else 2)
+
+
+def gemm_blocks(rows: int, k: int, element_size: int, spec: TargetSpec) -> Blocks:
+    """Tile of a GEMM over ``rows`` weight rows: 64 tokens by 64 rows, or by 128 where there are many rows."""
+    block_n = 128 if element_size == 2 and rows > 2048 else 64
+    block_k = max(16, min(128 // element_size, next_power_of_two(k)))
+    return Blocks(64, block_n, block_k, 4, 3 if spec.backend == "cuda" else 2)
+
+
+def result_width(call: OpCall) -> int:
+    """Columns of the result of a linear operation."""
+    return int(call.results[0].shape[-1])
+
+
+def refuse_linear(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+    """The reason why the epilogue operands or x of a linear call cannot be served, or None."""
+    reason = refuse_rows(call, "x", "residual")
+    if reason is not None:
+        return reason
+    dtype = need(call, "x").dtype
+    for name in ("bias", "residual"):
+        operand = call.operands.get(name)
+        if operand is not None and operand.dtype != dtype:
+            return f"{name} is {operand.dtype} and x {dtype}"
+    return None
+
+
+def _refuse_dense(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+    reason = refuse_linear(call, spec, arch) or refuse_rows(call, "weight")
+    if reason is None and need(call, "weight").dtype != need(call, "x").dtype:
+        return f"weight is {need(call, 'weight').dtype} and x {need(call, 'x').dtype}"
+    return reason
+
+
+def mma_ledger(dtype: str, spec: TargetSpec) -> dict[str, bool]:
+    """What the disassembly of a kernel that dots ``dtype`` must hold: the matrix unit, except for fp32."""
+    if dtype == "float32":
+        return {}
+    return {"MMA": True} if spec.backend == "cuda" else {"v_mfma_f32": True}
+
+
+def operand_parameters(call: OpCall, weights: tuple[str, ...]) -> list[Parameter]:
+    """x, the weight operands, the present epilogue operands, the result, and the symbols of the token count."""
+    names = ["x", *weights, *(name for name in ("bias", "residual") if is_present(call, name))]
+    return [
+        *(pointer(name, need(call, name)) for name in names),
+        pointer("result", call.results[0]),
+        *symbol_parameters(need(call, "x").shape[0]),
+    ]
+
+
+def linear_constants(call: OpCall, weight_stride: int, scale_stride: int) -> dict[str, int | float | bool | str]:
+    """Shape constants of the linear tiles, by name."""
+    x, residual = need(call, "x"), call.operands.get("residual")
+    return {
+        "N": result_width(call),
+        "K": int(x.shape[1]),
+        "X_STRIDE": row_stride(x),
+        "WEIGHT_STRIDE": weight_stride,
+        "SCALE_STRIDE": scale_stride,
+        "RESIDUAL_STRIDE": 0 if residual is None else row_stride(residual),
+        "RESULT_STRIDE": row_stride(call.results[0]),
+        "SWIGLU": call.attributes.get("activation", "none") == "swiglu",
+    }
+
+
+def tile_call(tile: str, call: OpCall, weights: tuple[str, str, str], constants: dict[str, object]) -> str:
+    """The entry point's call of a linear tile; ``weights`` spells the weight, scale and global scale arguments."""
+    epilogue = [name if is_present(call, name) else "None" for name in ("bias", "residual")]
+    rows = str(need(call, "x").shape[0])
+    arguments = ["tl.program_id(0)", "x", *weights, *epilogue, "result", rows, *constants]
+    return f"{tile}({', '.join(arguments)})"
+
+
+def epilogue_label(call: OpCall) -> str:
+    """Readable name of the epilogue, for kernel names: "", "bias", "swiglu_residual" ..."""
+    parts = ["bias"] if is_present(call, "bias") else []
+    parts += ["swiglu"] if call.attributes.get("activation", "none") == "swiglu" else []
+    return "_".join(parts + (["residual"] if is_present(call, "residual") else []))
+
+
+def emit_linear(
+    call: OpCall,
+    spec: TargetSpec,
+    blocks: Blocks,
+    *,
+    weights: tuple[str, ...],
+    strides: tuple[int, int],
+    intrinsics: dict[str, object],
+    ledger: dict[str, bool],
+) -> tuple[KernelSource, ...]:
+    """Emit one linear kernel with the given tile; ``intrinsics`` bring the weight format."""
+    dtype, rows = need(call, "x").dtype, need(call, "x").shape[0]
+    constants = linear_constants(call, *strides)
+    rows_per_column = 2 if constants["SWIGLU"] else 1
+    tiles_n = ceil_div(result_width(call) * rows_per_column, blocks.n)
+    sizes = {"BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
+    if blocks.m:
+        tile, kind, grid = tile_linear_gemm, "gemm", f"cdiv({rows}, {blocks.m}) * {tiles_n}"
+        constants |= {"BLOCK_M": blocks.m, **sizes, "TILES_N": tiles_n, "GROUP_M": 8}
+    else:
+        tile, kind, grid = tile_linear_skinny, "skinny", str(tiles_n)
+        constants |= {"SPLIT": SPLIT, **sizes}
+    spelled = (weights[0], *(weights[1:] or ("None", "None")))
+    label = epilogue_label(call)
+    n, k = need(call, weights[0]).shape[0], constants["K"]
+    return (
+        emit_kernel(
+            name=kernel_name(f"{call.op}_{kind}", short_dtype(dtype), f"{n}x{k}", label),
+            title=f"{call.op}: [{rows}, {k}] {dtype} by a weight [{n}, {k}], epilogue: {label or 'none'}.",
+            tiles=[tile],
+            constants=constants,
+            parameters=operand_parameters(call, weights),
+            body=tile_call(tile.__name__, call, spelled, constants),
+            grid=(grid, "1", "1"),
+            intrinsics=intrinsics,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+            ledger=ledger,
+        ),
+    )
+
+
+def _emit_dense(call: OpCall, spec: TargetSpec, blocks: Blocks) -> tuple[KernelSource, ...]:
+    return emit_linear(
+        call, spec, blocks, weights=("weight",), strides=(row_stride(need(call, "weight")), 0), intrinsics={},
+        ledger=mma_ledger(need(call, "x").dtype, spec),
+    )
+
+
+def _sizes(call: OpCall) -> tuple[int, int, int]:
+    rows, k = need(call, "weight").shape
+    return int(rows), int(k), ELEMENT_SIZES[need(call, "x").dtype]
+
+
+def _emit_skinny(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
+    return _emit_dense(call, spec, skinny_blocks(*_sizes(call), spec))
+
+
+def _emit_gemm(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
+    return _emit_dense(call, spec, gemm_blocks(*_sizes(call), spec))
+
+
+TEMPLATES: tuple[KernelTemplate, ...] = (
+    KernelTemplate("linear_skinny", "linear", _refuse_dense, _emit_skinny, max_tokens=SKINNY_TOKENS),
+    KernelTemplate("linear_gemm", "linear", _refuse_dense, _emit_gemm),
+)
