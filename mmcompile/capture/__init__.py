@@ -1,0 +1,1 @@
+"""Capture: models, checkpoints and graphs as they come in."""
