@@ -1,0 +1,212 @@
+"""Capture of decoders: transformers' modeling code from a Hugging Face directory, a config.json or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mmcompile.capture.checkpoint import Checkpoint, load_into, open_checkpoint
+from mmcompile.capture.export import Captured, Input, capture_module, without_weights
+from mmcompile.capture.tensors import require_package
+from mmcompile.core.errors import CaptureError, CheckpointError
+from mmcompile.core.ops.linear import nvfp4_dequantize
+
+Weights = Literal["auto", "real", "random", "none"]
+Packed = dict[str, tuple[Tensor, Tensor, Tensor]]
+
+
+def capture_decoder(
+    build: Callable[[], nn.Module],
+    *,
+    dtype: torch.dtype,
+    max_positions: int,
+    checkpoint: Checkpoint | None = None,
+    weights: Weights = "auto",
+    seed: int = 0,
+    batched: bool = False,
+    source: str = "",
+) -> Captured:
+    """Capture a stateless decoder.
+
+    Args:
+        build: makes the module. Its ``forward`` takes ``input_ids`` and ``positions`` [tokens], or with ``batched``
+            transformers' ``input_ids`` and ``position_ids`` [1, tokens], and returns the logits of every token.
+        weights: "real" from ``checkpoint``, "random" from ``seed``, "none" (meta tensors), or "auto": real if there is
+            a checkpoint, else random.
+
+    Returns: a Captured of kind "decoder" with the placeholders ``input_ids`` and ``positions``, int64.
+    """
+    if weights == "auto":
+        weights = "real" if checkpoint is not None else "random"
+    if weights == "real" and checkpoint is None:
+        raise CheckpointError("there are no weights", where=source, fix="ask for random weights or none")
+    module, packed = _build(build, dtype, checkpoint if weights == "real" else None, weights, seed)
+    position_name = "position_ids" if batched else "positions"
+    example = torch.arange(11)[None] if batched else torch.arange(11)
+    axis = {int(batched): "tokens"}
+    captured = capture_module(
+        module,
+        {"input_ids": torch.zeros_like(example), position_name: example},
+        dynamic={"input_ids": axis, position_name: axis},
+        symbols={"tokens": (2, max_positions)},
+        constants={"use_cache": False} if batched else None,
+        kind="decoder",
+        source=f"{source}, weights {weights}" + (f" (seed {seed})" if weights == "random" else ""),
+    )
+    _name_positions(captured, position_name)
+    captured.nvfp4 = packed
+    captured.config = {"max_positions": max_positions, "dtype": str(dtype).removeprefix("torch.")}
+    if checkpoint is not None:
+        captured.chat_template = checkpoint.chat_template
+        captured.tokenizer = _read_tokenizer(checkpoint)
+    return captured
+
+
+def _build(
+    build: Callable[[], nn.Module], dtype: torch.dtype, checkpoint: Checkpoint | None, weights: Weights, seed: int
+) -> tuple[nn.Module, Packed]:
+    if weights == "random":
+        torch.manual_seed(seed)
+        module = build()
+        return _cast_parameters(module, dtype), {}
+    with without_weights():
+        module = _cast_parameters(build(), dtype)
+    return module, (load_weights(module, checkpoint) if checkpoint is not None else {})
+
+
+def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast parameters only: RoPE frequencies and other buffers keep their precision."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return module.eval()
+
+
+def load_weights(module: nn.Module, checkpoint: Checkpoint) -> Packed:
+    """Give every parameter its tensor of the checkpoint, decoding NVFP4 weights; return those in packed form too."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    packed = {name: checkpoint.load_nvfp4(name) for name in checkpoint.nvfp4}
+    unknown = sorted(name for name in packed if f"{name}.weight" not in parameters)
+    if unknown:
+        raise CheckpointError(f"the model has no module {unknown[0]!r}", where=checkpoint.where)
+    ordinary = {n: p for n, p in parameters.items() if n.removesuffix(".weight") not in packed}
+    first: dict[int, str] = {}
+    tied = {n: first[id(p)] for n, p in ordinary.items() if first.setdefault(id(p), n) != n}
+    loaded = load_into(checkpoint, {n: (tuple(p.shape), p.dtype) for n, p in ordinary.items()}, tied)
+    for name, parts in packed.items():
+        loaded[f"{name}.weight"] = nvfp4_dequantize(*parts, parameters[f"{name}.weight"].dtype)
+    shared = {id(t): nn.Parameter(t, requires_grad=False) for t in loaded.values()}
+    for name, tensor in loaded.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(path), leaf, shared[id(tensor)])
+    return packed
+
+
+def _name_positions(captured: Captured, given: str) -> None:
+    """Call the position input ``positions`` whatever the model calls it."""
+    if given == "positions":
+        return
+    (node,) = (n for n in captured.graph_module.graph.find_nodes(op="placeholder") if n.target == given)
+    node.target = "positions"
+    node._rename("positions")
+    captured.graph_module.recompile()
+    captured.inputs = tuple(
+        Input("positions" if i.name == given else i.name, i.shape, i.dtype) for i in captured.inputs
+    )
+
+
+def _read_tokenizer(checkpoint: Checkpoint) -> bytes | None:
+    try:
+        return checkpoint.tokenizer.to_str().encode()
+    except CheckpointError:
+        return None
+
+
+def capture_gguf(
+    path: Path, *, dtype: torch.dtype, weights: Weights = "auto", seed: int = 0, attention: str = "sdpa"
+) -> Captured:
+    """Capture a ``.gguf`` file of the architecture "llama" with transformers' modeling code."""
+    checkpoint = open_checkpoint(path)
+    return _capture_transformers(checkpoint.config, checkpoint, path, dtype, weights, seed, attention)
+
+
+def capture_huggingface(
+    path: Path, *, dtype: torch.dtype, weights: Weights = "auto", seed: int = 0, attention: str = "sdpa"
+) -> Captured:
+    """Capture a Hugging Face directory, or a bare config.json (which has no real weights).
+
+    ``attention``: "sdpa" or "eager", transformers' two spellings. Modeling code is transformers' own, unmodified;
+    code that comes with a checkpoint is never run.
+    """
+    path = Path(path)
+    config_path = path / "config.json" if path.is_dir() else path
+    if not config_path.is_file():
+        raise CaptureError("there is no config.json", where=str(path), fix="name a Hugging Face directory")
+    try:
+        config = json.loads(config_path.read_text())
+    except ValueError as error:
+        raise CaptureError(f"not a JSON file: {error}", where=str(config_path)) from None
+    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
+    checkpoint = open_checkpoint(path) if has_weights else None
+    return _capture_transformers(config, checkpoint, path, dtype, weights, seed, attention)
+
+
+def _capture_transformers(
+    fields: dict[str, Any],
+    checkpoint: Checkpoint | None,
+    path: Path,
+    dtype: torch.dtype,
+    weights: Weights,
+    seed: int,
+    attention: str,
+) -> Captured:
+    transformers = require_package("transformers", "hf")
+    fields = {k: v for k, v in fields.items() if k not in ("quantization_config", "torch_dtype", "dtype")}
+    model_type = fields.pop("model_type", None)
+    try:
+        config = transformers.AutoConfig.for_model(model_type, **fields)
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except (ValueError, KeyError) as error:
+        raise CaptureError(
+            f"transformers {transformers.__version__} has no causal language model of type {model_type!r}",
+            where=str(path),
+            fix="upgrade transformers, or write the model as one file in models/",
+        ) from error
+    config._attn_implementation = attention
+    config._experts_implementation = "batched_mm"
+    text = config.get_text_config()
+    captured = capture_decoder(
+        lambda: model_class(config),
+        dtype=dtype,
+        max_positions=int(text.max_position_embeddings),
+        checkpoint=checkpoint,
+        weights=weights,
+        seed=seed,
+        batched=True,
+        source=f"{path.name} ({model_class.__name__} of transformers)",
+    )
+    captured.config |= _describe(text)
+    return captured
+
+
+def _describe(config: Any) -> dict[str, Any]:
+    """Facts of a transformers config under the names that models/ use; eos_token_ids is always a list."""
+    eos = config.eos_token_id
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    heads = config.num_attention_heads
+    return {
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_ids": ids,
+    }
