@@ -32,11 +32,16 @@ class NearMiss:
 
 @dataclass
 class PassResult:
-    """Outcome of one pass; ``notes`` is free text for the report (such as which layers stay unquantized and why)."""
+    """Outcome of one pass.
+
+    ``notes``: free text for the report (such as which layers stay unquantized and why). ``effect``: set where the
+    options decide what the pass does to numbers (an fp8 cache quantizes, a bf16 one does not).
+    """
 
     matches: list[Match] = field(default_factory=list)
     near_misses: list[NearMiss] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    effect: str | None = None
 
     def extend(self, other: PassResult) -> None:
         """Append another result to this one."""
@@ -71,7 +76,11 @@ PassFunction = Callable[[fx.GraphModule, PassContext], PassResult]
 
 @dataclass(frozen=True)
 class Pass:
-    """A named step of the pipeline. ``effect`` is what it may do to numbers: "bitwise", "bounded" or "quantizing"."""
+    """A named step of the pipeline.
+
+    ``effect`` is what it may do to numbers: "bitwise" (nothing), "bounded" (rounding), "quantizing" (judged by the
+    signal-to-noise ratio), "last_token" (bounded, and only the last row of a result remains).
+    """
 
     name: str
     phase: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,16 +75,23 @@ def check_coverage(rule: Rewrite) -> None:
 
 
 def apply_rules(graph_module: fx.GraphModule, rules: Sequence[Rewrite]) -> PassResult:
-    """Apply each rule in turn wherever it matches, last node first; report matches and near misses."""
+    """Apply each rule in turn wherever it matches, last node first; report matches and near misses.
+
+    A near miss is dropped where another of the rules matched after all: variants of one fusion stand in one file.
+    """
     result = PassResult()
+    misses: list[tuple[fx.Node, NearMiss]] = []
     for rule in rules:
-        _apply_rule(graph_module, rule, result)
+        _apply_rule(graph_module, rule, result, misses)
+    result.near_misses = [miss for anchor, miss in misses if not getattr(anchor, "_erased", False)]
     graph_module.graph.lint()
     graph_module.recompile()
     return result
 
 
-def _apply_rule(graph_module: fx.GraphModule, rule: Rewrite, result: PassResult) -> None:
+def _apply_rule(
+    graph_module: fx.GraphModule, rule: Rewrite, result: PassResult, misses: list[tuple[fx.Node, NearMiss]]
+) -> None:
     matcher = Matcher(rule.traced[0])
     target = matcher.roots[0].target
     for node in reversed(list(graph_module.graph.nodes)):
@@ -94,9 +102,9 @@ def _apply_rule(graph_module: fx.GraphModule, rule: Rewrite, result: PassResult)
         if bindings is not None:
             refused = _guard(rule, bindings) or _replace(graph_module, rule, matcher, bindings, result)
             if refused:
-                result.near_misses.append(NearMiss(rule.name, node.name, refused, source_of(node)))
+                misses.append((node, NearMiss(rule.name, node.name, refused, source_of(node))))
         elif failure is not None and failure.depth >= min(rule.enough, matcher.size - 1) > 0:
-            result.near_misses.append(NearMiss(rule.name, failure.node, failure.reason, failure.source))
+            misses.append((node, NearMiss(rule.name, failure.node, failure.reason, failure.source)))
 
 
 def _by_name(bindings: Bindings) -> dict[str, Any]:
@@ -153,6 +161,9 @@ def _copy_replacement(
                 return fx.map_arg(node.args[0], lambda n: copied[n]), created
             else:
                 args = fx.map_arg(node.args, lambda n: copied[n])
+                if node.target is operator.getitem and not isinstance(args[0], fx.Node):
+                    copied[node] = args[0][args[1]]  # an element of a literal, such as a head count of a shape
+                    continue
                 kwargs = fx.map_arg(node.kwargs, lambda n: copied[n])
                 copied[node] = graph.call_function(node.target, args, kwargs)
                 created.append(copied[node])

@@ -1,0 +1,1 @@
+"""Cleaning: no-ops, duplicates, dead code."""

@@ -1,0 +1,1 @@
+"""Fusions: rule files (RULES) are found by themselves, largest pattern first."""

@@ -1,0 +1,1 @@
+"""The last steps before lowering: constants folded and arranged."""

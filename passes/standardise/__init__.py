@@ -1,0 +1,1 @@
+"""One spelling for each meaning: mm:: operations, token-major, paged cache."""

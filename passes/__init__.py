@@ -1,0 +1,1 @@
+"""Passes: graph to graph, listed in order in pipeline.py."""

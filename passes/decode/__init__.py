@@ -1,0 +1,1 @@
+"""Fusions that pay only when every sequence brings one token."""

@@ -1,0 +1,99 @@
+"""linear(x, a), linear(x, b), ...  ->  split(linear(x, [a; b; ...]))     QKV and gate/up become one GEMM."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mmcompile.core.graph import depends_only_on_weights, full_arguments, infer_meta, source_of, users_in_order
+from mmcompile.core.passes import Match, NearMiss, PassContext, PassResult
+
+DESCRIPTION = "merge linear layers that read the same input: QKV, gate/up"
+EFFECT = "bounded"
+_MM = torch.ops.mm
+_ATEN = torch.ops.aten
+# Weight operands of each mergeable operation: concatenated along the rows.
+_ROWS = {
+    _MM.linear.default: ("weight", "bias"),
+    _MM.linear_nvfp4.default: ("packed", "scale", "global_scale", "bias"),
+}
+
+
+def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
+    """Merge per input and operation; layers with an epilogue, a computed weight or another bias pattern stay apart."""
+    result = PassResult()
+    constant = depends_only_on_weights(graph_module)
+    for source in list(graph_module.graph.nodes):
+        for target in _ROWS:
+            group = [u for u in users_in_order(source) if u.target == target and u.args[0] is source]
+            if len(group) < 2:
+                continue
+            reason = _refuse(group, constant)
+            if reason is None:
+                result.matches.append(_merge(graph_module, group))
+            else:
+                result.near_misses.append(NearMiss("merge_linears", group[0].name, reason, source_of(group[0])))
+    return result
+
+
+def _refuse(group: list[fx.Node], constant: set[fx.Node]) -> str | None:
+    arguments = [full_arguments(n) for n in group]
+    if any(a["residual"] is not None or a["activation"] != "none" for a in arguments):
+        return "one of the layers has an epilogue already"
+    if len({a["bias"] is None for a in arguments}) > 1:
+        return "some of the layers have a bias and some do not"
+    if any(a[name] not in constant for a in arguments for name in _ROWS[group[0].target] if a[name] is not None):
+        return "a weight is not a parameter"
+    return None
+
+
+def _merge(graph_module: fx.GraphModule, group: list[fx.Node]) -> Match:
+    graph, first = graph_module.graph, group[0]
+    arguments = [full_arguments(n) for n in group]
+    made: list[fx.Node] = []
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        made.append(graph.call_function(target, args))
+        return made[-1]
+
+    _hoist_weights(graph, arguments, first)
+    with graph.inserting_before(first):
+        merged = {}
+        for name in _ROWS[first.target]:
+            parts = [a[name] for a in arguments]
+            merged[name] = None if parts[0] is None else call(_ATEN.cat.default, parts, 0)
+        wide = call(first.target, arguments[0]["x"], *merged.values())
+        sizes = [int(n.meta["val"].shape[-1]) for n in group]
+        split = call(_ATEN.split_with_sizes.default, wide, sizes, -1)
+        pieces = [call(operator.getitem, split, i) for i in range(len(group))]
+    infer_meta(graph_module, made)
+    for node in made:
+        node.meta["source"] = source_of(first)
+    for old, new in zip(group, pieces, strict=True):
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+    return Match(_rule_name(pieces), tuple(n.name for n in group), (wide.name,), source_of(first))
+
+
+def _hoist_weights(graph: fx.Graph, arguments: list[dict[str, Any]], first: fx.Node) -> None:
+    """Move the constant nodes that feed the later layers in front of the first one."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    needed: set[fx.Node] = set()
+    frontier = [v for a in arguments for k, v in a.items() if k != "x" and isinstance(v, fx.Node)]
+    while frontier:
+        node = frontier.pop()
+        if node not in needed and order[node] > order[first]:
+            needed.add(node)
+            frontier.extend(node.all_input_nodes)
+    for node in sorted(needed, key=lambda n: order[n]):
+        first.prepend(node)
+
+
+def _rule_name(pieces: list[fx.Node]) -> str:
+    """What was merged: three layers are q, k, v; two that meet in a SwiGLU are gate and up."""
+    if len(pieces) == 2 and any(u.target == _MM.swiglu.default for u in pieces[0].users):
+        return "merge_gate_up"
+    return "merge_qkv" if len(pieces) == 3 else "merge_linears"

@@ -1,0 +1,62 @@
+"""THE ordered list of passes. Phases: clean, standardise, quantize, fuse, layout; then the decode copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+from torch import fx
+
+from mmcompile.core.discover import list_names, load_module
+from mmcompile.core.passes import Pass, PassContext, PassFunction, PassResult
+from mmcompile.core.rewrite import Rewrite, apply_rules
+
+
+def whole_graph(phase: str, folder: str, name: str) -> Pass:
+    """A pass written as a function ``run`` over the whole graph."""
+    module = load_module(folder, name)
+    return Pass(name, phase, module.run, module.DESCRIPTION, module.EFFECT)
+
+
+def rule_file(phase: str, folder: str, name: str) -> Pass:
+    """A pass written as a list of rewrite rules."""
+    module = load_module(folder, name)
+    description = (module.__doc__ or name).splitlines()[0].strip()
+    return Pass(name, phase, _apply(module.RULES), description, getattr(module, "EFFECT", "bounded"))
+
+
+def _apply(rules: list[Rewrite]) -> PassFunction:
+    def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
+        return apply_rules(graph_module, rules)
+
+    return run
+
+
+def rule_folder(phase: str, folder: str) -> list[Pass]:
+    """Every rule file of a folder, largest pattern first, ties by name: a new fusion is one new file."""
+    modules: dict[str, ModuleType] = {n: load_module(folder, n) for n in list_names(folder)}
+    with_rules = [n for n, m in modules.items() if hasattr(m, "RULES")]
+    size: Callable[[str], int] = lambda n: max(len(r.traced[0].graph.nodes) for r in modules[n].RULES)  # noqa: E731
+    return [rule_file(phase, folder, n) for n in sorted(with_rules, key=lambda n: (-size(n), n))]
+
+
+def list_passes(kind: str = "decoder", quantization: str = "none") -> list[Pass]:
+    """The pipeline: ``kind`` "decoder" or "module" (no KV cache), ``quantization`` a file of passes/quant."""
+    decoder = kind == "decoder"
+    return [
+        *([whole_graph("standardise", "passes.standardise", "insert_paged_cache")] if decoder else []),
+        *([whole_graph("standardise", "passes.standardise", "gather_last_token")] if decoder else []),
+        *([] if quantization == "none" else [whole_graph("quantize", "passes.quant", quantization)]),
+        whole_graph("fuse", "passes.fusion", "merge_linears"),
+        *rule_folder("fuse", "passes.fusion"),
+        whole_graph("layout", "passes.layout", "fold_constants"),
+    ]
+
+
+def list_decode_passes() -> list[Pass]:
+    """Passes over the copy of the finished graph that serves decode steps."""
+    return [
+        whole_graph("decode", "passes.decode", "one_token_per_sequence"),
+        rule_file("decode", "passes.fusion", "add_rms_norm"),
+        *rule_folder("decode", "passes.decode"),
+    ]
