@@ -74,8 +74,8 @@ def _unsupported(what: str, where: str) -> CheckpointError:
 
 def _check_modelopt(quantization: dict[str, Any], where: str) -> None:
     layers = quantization.get("quantized_layers") or {}
-    if not isinstance(layers, dict):
-        raise CheckpointError("quantized_layers is not a JSON object", where=where)
+    if not _is_table(layers):
+        raise CheckpointError("quantized_layers must map modules to JSON objects", where=where)
     algorithms = {quantization["quant_algo"]} - {"MIXED_PRECISION"} if layers else {quantization["quant_algo"]}
     for algorithm in sorted(algorithms | {layer.get("quant_algo") for layer in layers.values()}, key=str):
         if algorithm != "NVFP4":
@@ -85,9 +85,14 @@ def _check_modelopt(quantization: dict[str, Any], where: str) -> None:
         raise CheckpointError(f"NVFP4 needs group_size {BLOCK}, got {sorted(sizes)}", where=where)
 
 
+def _is_table(value: Any) -> bool:
+    """Whether ``value`` is a JSON object of JSON objects."""
+    return isinstance(value, dict) and all(isinstance(row, dict) for row in value.values())
+
+
 def _check_compressed_tensors(quantization: dict[str, Any], where: str) -> None:
     groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    if not groups or not _is_table(groups):
         raise CheckpointError("the quantization configuration has no config_groups", where=where)
     for name, group in groups.items():
         form = group.get("format") or quantization.get("format")
