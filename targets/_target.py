@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import importlib.util
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from mmcompile.core.errors import ToolchainError
 from mmcompile.core.kernel import CompiledKernel, KernelSource, KernelTemplate
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets import _check, _disassemble, _toolchain
+from mmcompile.targets._assemble import probe_instruction
 
 _DRIVERS = {
     "cuda": ("libcuda.so.1", "an NVIDIA driver", "install the driver"),
@@ -64,7 +64,7 @@ class Target:
         """What this machine lacks to build for the target or to run it, each with advice; empty if nothing."""
         if not self.spec.backend:
             return []
-        found = self._missing_to_build()
+        found = _missing_to_build(self.spec)
         library, what, advice = _DRIVERS[self.spec.backend]
         if not has_library(library):
             found.append(f"run: {what} ({library}); {advice}")
@@ -72,25 +72,19 @@ class Target:
             found.append("run: cuda-bindings; pip install 'mmcompile[nvidia]'")
         return found
 
-    def _missing_to_build(self) -> list[str]:
-        from mmcompile.targets._assemble import probe_instruction, ptx_version
 
-        found = []
-        for architecture in self.spec.architectures:
-            probe = "s_nop 0" if self.spec.backend == "hip" else "mov.b32 r0, r1;"
-            try:
-                binary = probe_instruction(probe, architecture)
-            except ToolchainError as error:
-                found.append(f"build: an assembler for {architecture.name} ({error.what}); pip install 'triton>=3.9'")
-                continue
-            if self.spec.backend == "cuda":
-                if _version(ptx_version()) < _version(architecture.minimum_ptx):
-                    found.append(f"build: a ptxas with PTX {architecture.minimum_ptx}; pip install 'triton>=3.9'")
-                if _disassemble.disassemble_cubin(binary) is None:
-                    advice = "pip install 'nvidia-cuda-nvdisasm>=13.4'"
-                    found.append(f"build: an nvdisasm that decodes {architecture.name}, to check ledgers; {advice}")
-        return found
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(".")))
+def _missing_to_build(spec: TargetSpec) -> list[str]:
+    """Assemble one instruction per architecture at its lowest PTX version, and disassemble it again."""
+    found = []
+    probe = "s_nop 0" if spec.backend == "hip" else "mov.b32 r0, r1;"
+    for architecture in spec.architectures:
+        name = architecture.name
+        try:
+            binary = probe_instruction(probe, architecture, version=architecture.minimum_ptx)
+        except ToolchainError as error:
+            found.append(f"build: an assembler for {name} ({error.what}); pip install 'triton>=3.9'")
+            continue
+        if spec.backend == "cuda" and _disassemble.disassemble_cubin(binary) is None:
+            advice = "pip install 'nvidia-cuda-nvdisasm>=13.4'"
+            found.append(f"build: an nvdisasm that decodes {name}, to check ledgers; {advice}")
+    return found
