@@ -157,19 +157,28 @@ class Blocks:
     num_stages: int
 
 
-def skinny_blocks(rows: int, k: int, element_size: int, spec: TargetSpec) -> Blocks:
-    """Tile of a skinny kernel over ``rows`` weight rows: small enough that every unit gets a program.
+def skinny_blocks(block_n: int, k: int, slice_k: int, element_size: int, spec: TargetSpec) -> Blocks:
+    """Tile of a skinny kernel of ``block_n`` weight rows a program.
 
-    The matrix unit takes 8 rows at least on NVIDIA and 16 on AMD; a K slice is one 128-byte line.
+    A warp's slice of K is ``slice_k`` elements, less where K is short or where the stages would not fit in shared
+    memory.
     """
-    narrow = spec.backend == "cuda" and ceil_div(rows, 16) < spec.units
-    block_k = max(16, min(128 // element_size, next_power_of_two(ceil_div(k, SPLIT))))
-    return Blocks(0, 8 if narrow else 16, block_k, SPLIT, 4 if spec.backend == "cuda" else 2)
+    stages = 4 if spec.backend == "cuda" else 2
+    block_k = max(16, min(slice_k, next_power_of_two(ceil_div(k, SPLIT))))
+    stage_bytes = (SKINNY_TOKENS + block_n) * SPLIT * element_size
+    while stages * stage_bytes * block_k > spec.shared_memory_per_block and (stages > 2 or block_k > 16):
+        stages, block_k = (stages - 1, block_k) if stages > 2 else (stages, block_k // 2)
+    return Blocks(0, block_n, block_k, SPLIT, stages)
+
+
+def skinny_rows(rows: int, spec: TargetSpec) -> int:
+    """Weight rows a program, so few that every unit gets one; the matrix unit takes 8 on NVIDIA and 16 on AMD."""
+    return 8 if spec.backend == "cuda" and ceil_div(rows, 16) < spec.units else 16
 
 
 def gemm_blocks(rows: int, k: int, element_size: int, spec: TargetSpec) -> Blocks:
-    """Tile of a GEMM over ``rows`` weight rows: 64 tokens by 64 rows, or by 128 where there are many rows."""
-    block_n = 128 if element_size == 2 and rows > 2048 else 64
+    """Tile of a GEMM over ``rows`` weight rows: 64 tokens by 64 rows, by 128 if there are many, 32 for fp32."""
+    block_n = 32 if element_size == 4 else 128 if rows > 2048 else 64
     block_k = max(16, min(128 // element_size, next_power_of_two(k)))
     return Blocks(64, block_n, block_k, 4, 3 if spec.backend == "cuda" else 2)
 
@@ -199,11 +208,15 @@ def _refuse_dense(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | N
     return reason
 
 
-def mma_ledger(dtype: str, spec: TargetSpec) -> dict[str, bool]:
-    """What the disassembly of a kernel that dots ``dtype`` must hold: the matrix unit, except for fp32."""
+def mma_ledger(dtype: str, blocks: Blocks, spec: TargetSpec, arch: Architecture) -> dict[str, bool]:
+    """The matrix instruction that the disassembly must hold; NVIDIA has none for full-precision fp32."""
+    if spec.backend == "hip":
+        return {"v_mfma_f32": True}
     if dtype == "float32":
         return {}
-    return {"MMA": True} if spec.backend == "cuda" else {"v_mfma_f32": True}
+    if blocks.m and "tcgen05" in arch.features:
+        return {"UTCHMMA": True}
+    return {"HGMMA": True} if blocks.m and "wgmma" in arch.features else {"HMMA.16816": True}
 
 
 def operand_parameters(call: OpCall, weights: tuple[str, ...]) -> list[Parameter]:
@@ -248,7 +261,6 @@ def epilogue_label(call: OpCall) -> str:
 
 def emit_linear(
     call: OpCall,
-    spec: TargetSpec,
     blocks: Blocks,
     *,
     weights: tuple[str, ...],
@@ -288,10 +300,10 @@ def emit_linear(
     )
 
 
-def _emit_dense(call: OpCall, spec: TargetSpec, blocks: Blocks) -> tuple[KernelSource, ...]:
+def _emit_dense(call: OpCall, spec: TargetSpec, arch: Architecture, blocks: Blocks) -> tuple[KernelSource, ...]:
     return emit_linear(
-        call, spec, blocks, weights=("weight",), strides=(row_stride(need(call, "weight")), 0), intrinsics={},
-        ledger=mma_ledger(need(call, "x").dtype, spec),
+        call, blocks, weights=("weight",), strides=(row_stride(need(call, "weight")), 0), intrinsics={},
+        ledger=mma_ledger(need(call, "x").dtype, blocks, spec, arch),
     )
 
 
@@ -301,11 +313,12 @@ def _sizes(call: OpCall) -> tuple[int, int, int]:
 
 
 def _emit_skinny(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
-    return _emit_dense(call, spec, skinny_blocks(*_sizes(call), spec))
+    rows, k, size = _sizes(call)
+    return _emit_dense(call, spec, arch, skinny_blocks(skinny_rows(rows, spec), k, 128 // size, size, spec))
 
 
 def _emit_gemm(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
-    return _emit_dense(call, spec, gemm_blocks(*_sizes(call), spec))
+    return _emit_dense(call, spec, arch, gemm_blocks(*_sizes(call), spec))
 
 
 TEMPLATES: tuple[KernelTemplate, ...] = (
