@@ -75,9 +75,10 @@ class KernelCache:
         payload = json.dumps(record, sort_keys=True).encode()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=f".{key}.", delete=False) as file:
-                file.write(hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
-            os.replace(file.name, self.folder / f"{key}.kernel")
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix=f".{key}.") as folder:
+                written = Path(folder) / key
+                written.write_bytes(hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
+                os.replace(written, self.folder / f"{key}.kernel")
         except OSError as error:
             raise ToolchainError(
                 f"the kernel cache cannot be written: {error.strerror}",

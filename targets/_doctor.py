@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import sys
@@ -19,7 +18,7 @@ from mmcompile.core.spec import Architecture
 from mmcompile.targets._assemble import ptx_version, ptxas_version
 from mmcompile.targets._cache import default_cache_dir
 from mmcompile.targets._disassemble import find_disassemblers
-from mmcompile.targets._target import Target, has_library
+from mmcompile.targets._target import Target, has_library, has_package
 
 _MINIMUM_FREE_BYTES = 5 * 10**9
 _TINY_KERNEL = '''"""Adds two vectors of 256 elements."""
@@ -146,7 +145,7 @@ def _check_drivers() -> Iterator[dict[str, Any]]:
     ):
         ok = has_library(library)
         yield _record(check, ok, library if ok else f"{library} not found", advice)
-    ok = importlib.util.find_spec("cuda") is not None
+    ok = has_package("cuda-bindings")
     advice = "only to run on an NVIDIA GPU: pip install 'mmcompile[nvidia]'"
     yield _record("cuda-bindings", ok, "installed" if ok else "not installed", advice)
 

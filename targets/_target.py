@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib.metadata
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +26,11 @@ def has_library(name: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def has_package(name: str) -> bool:
+    """True if the distribution ``name`` is installed."""
+    return next(importlib.metadata.distributions(name=name), None) is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +73,7 @@ class Target:
         library, what, advice = _DRIVERS[self.spec.backend]
         if not has_library(library):
             found.append(f"run: {what} ({library}); {advice}")
-        if self.spec.backend == "cuda" and importlib.util.find_spec("cuda") is None:
+        if self.spec.backend == "cuda" and not has_package("cuda-bindings"):
             found.append("run: cuda-bindings; pip install 'mmcompile[nvidia]'")
         return found
 

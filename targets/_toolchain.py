@@ -155,15 +155,15 @@ def _run_triton(source: KernelSource, architecture: Architecture, spec: TargetSp
     raise ToolchainError(
         f"{source.name!r} does not compile for {architecture.name}: {_summarise(failure, errors)}",
         where=source.name,
-        fix="read the emitted source; report it if no file of yours made it",
+        fix="correct the tile function or the intrinsic that emitted it",
     ) from failure
 
 
 def _summarise(failure: Exception | None, errors: list[str]) -> str:
-    """The shortest text that says what a compiler objected to: its error lines, else the exception's own text."""
+    """What a compiler objected to: its first three error lines, else the exception's own text."""
     text = str(failure or "")
-    lines = errors + error_lines(text)
-    return "; ".join(dict.fromkeys(lines)) or f"{type(failure).__name__}: {text.strip()}"
+    lines = [re.sub(r"/\S+/", "", line) for line in errors + error_lines(text) if "PTXAS error" not in line]
+    return "; ".join(list(dict.fromkeys(lines))[:3]) or f"{type(failure).__name__}: {text.strip()}"
 
 
 def _import_kernel(source: KernelSource, folder: Path) -> Any:

@@ -124,6 +124,26 @@ def test_matrix_multiply_uses_the_matrix_unit(target, architecture):
         check_ledger(broken, compiled.metadata["ledger"], compiled.metadata["ledger_from"])
 
 
+SCALED = (
+    HEADER
+    + """def kernel(a, a_scale, b, b_scale, out):
+    m, n, k, s = tl.arange(0, 128), tl.arange(0, 64), tl.arange(0, 128), tl.arange(0, 16)
+    x, w = tl.load(a + m[:, None] * 128 + k[None, :]), tl.load(b + n[None, :] * 128 + k[:, None])
+    xs, ws = tl.load(a_scale + m[:, None] * 16 + s[None, :]), tl.load(b_scale + n[:, None] * 16 + s[None, :])
+    acc = tl.dot_scaled(x, xs, "e2m1", w, ws, "e2m1")
+    tl.store(out + m[:, None] * 64 + n[None, :], acc)
+"""
+)
+
+
+@pytest.mark.parametrize("name", ["sm_100a", "sm_100f", "sm_107a"])
+def test_nvfp4_reaches_the_tensor_cores(name):
+    target, architecture = find(name)
+    types = {"a": "*u8", "a_scale": "*fp8e4nv", "b": "*u8", "b_scale": "*fp8e4nv", "out": "*fp32"}
+    source = make_source(SCALED, types, ledger={"kind::mxf4nvf4": True, "UTCOMMA": True})
+    assert target.check(target.compile(source, architecture)) == []
+
+
 @each_flavour
 def test_outputs_hold_no_path(target, architecture):
     compiled = compile_dot(architecture.name)
