@@ -1,82 +1,69 @@
-"""Symbolic sizes of a graph: their names, new ones, and expressions over the names."""
+"""Symbolic sizes of a graph: symbols under their own names, new symbolic tensors, sizes as expressions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRanges
 
-from mmcompile.core.errors import CaptureError
 from mmcompile.core.expression import Expression
 from mmcompile.core.graph import find_fake_mode
 
-_KEY = "symbols"
+LARGEST = 1 << 30
 
 
-def symbol_names(graph_module: fx.GraphModule) -> dict[str, str]:
-    """sympy name -> our name, e.g. {"s27": "tokens"}."""
-    names: dict[str, str] = graph_module.meta.setdefault(_KEY, {})
+def make_fake_mode(symbols: Mapping[str, tuple[int, int]]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
+    """A fake mode whose symbols carry our names, and their SymInts; ``symbols``: name -> (smallest, largest)."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    made: dict[str, torch.SymInt] = {}
+    for name, (low, high) in symbols.items():
+        made[name] = make_symbol(mode, name, low, high, hint=min(max(low, 11 + 2 * len(made)), high))
+    return mode, made
+
+
+def make_symbol(mode: FakeTensorMode, name: str, low: int, high: int, hint: int) -> torch.SymInt:
+    """A new size called ``name`` in the mode's shape environment."""
+    env = mode.shape_env
+    assert env is not None
+    symbol = sympy.Symbol(name, positive=True, integer=True)
+    env.backed_var_to_val[symbol] = sympy.Integer(hint)
+    env.var_to_range[symbol] = ValueRanges(low, high)
+    env.var_to_sources[symbol] = [ConstantSource(name)]
+    size = env.create_symintnode(symbol, hint=hint)
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+def graph_symbols(graph_module: fx.GraphModule) -> dict[str, torch.SymInt]:
+    """The named sizes of a graph; new ones are added to this dictionary."""
+    names: dict[str, torch.SymInt] = graph_module.meta.setdefault("symbols", {})
     return names
 
 
-def name_symbols(graph_module: fx.GraphModule, shapes: Mapping[str, tuple[str | None, ...]]) -> None:
-    """Name the symbolic dimensions of placeholders: {"input_ids": ("tokens",)}."""
-    names = symbol_names(graph_module)
-    for node in graph_module.graph.nodes:
-        if node.op == "placeholder" and str(node.target) in shapes:
-            for size, name in zip(node.meta["val"].shape, shapes[str(node.target)], strict=True):
-                if name is not None and isinstance(size, torch.SymInt):
-                    names[str(size.node.expr)] = name
-
-
-def new_symbolic_tensor(graph_module: fx.GraphModule, shape: tuple[int | str, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A fake tensor whose string dimensions are symbols of that name, made once and shared after."""
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-
-    mode = find_fake_mode(graph_module)
-    known: dict[str, torch.SymInt] = graph_module.meta.setdefault("symbolic_sizes", {})
-    names = symbol_names(graph_module)
-    for name in (d for d in shape if isinstance(d, str)):
-        if name not in known:
-            existing = _find_size(graph_module, name)
-            if existing is None:
-                hint = 5 + 2 * len(known)
-                probe = mode.from_tensor(
-                    torch.empty(hint),
-                    source=ConstantSource(name),
-                    symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC]),
-                )
-                existing = probe.shape[0]
-                names[str(existing.node.expr)] = name
-            known[name] = existing
-    sizes = [known[d] if isinstance(d, str) else d for d in shape]
+def new_symbolic_tensor(graph_module: fx.GraphModule, shape: tuple[Expression, ...], dtype: torch.dtype) -> Any:
+    """A fake tensor; string dimensions are symbols, made on first use, or sums such as "batch + 1"."""
+    mode, names = find_fake_mode(graph_module), graph_symbols(graph_module)
+    sizes: list[Any] = []
+    for dimension in shape:
+        name, plus, more = str(dimension).partition(" + ")
+        if isinstance(dimension, str) and name not in names:
+            names[name] = make_symbol(mode, name, 1, LARGEST, hint=17 + 2 * len(names))
+        base = names[name] if isinstance(dimension, str) else dimension
+        sizes.append(base + int(more) if plus else base)
     with mode:
         return torch.empty(sizes, dtype=dtype)
 
 
-def _find_size(graph_module: fx.GraphModule, name: str) -> torch.SymInt | None:
-    names = symbol_names(graph_module)
-    for node in graph_module.graph.nodes:
-        value = node.meta.get("val")
-        for size in value.shape if isinstance(value, torch.Tensor) else ():
-            if isinstance(size, torch.SymInt) and names.get(str(size.node.expr)) == name:
-                return size
-    return None
-
-
-def to_expression(size: Any, names: Mapping[str, str]) -> Expression:
-    """A dimension as an int or an expression over our symbol names; CaptureError on an unnamed symbol."""
+def to_expression(size: Any) -> Expression:
+    """A dimension as an int or as text over the symbol names, e.g. "tokens" or "batch + 1"."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
-    if expression.is_Integer:
-        return int(expression)
-    renamed: dict[Any, Any] = {}
-    for symbol in expression.free_symbols:
-        if str(symbol) not in names:
-            raise CaptureError(f"the size {expression} has no name", fix="declare it as a dynamic dimension")
-        renamed[symbol] = type(symbol)(names[str(symbol)], integer=True, positive=True)
-    return str(expression.xreplace(renamed))
+    return int(expression) if expression.is_Integer else str(expression)

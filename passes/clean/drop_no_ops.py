@@ -12,6 +12,7 @@ from mmcompile.core.passes import PassContext, PassResult
 from mmcompile.passes._edit import dtype_of, erase_dead, finish, is_dynamic, replace, shape_of
 
 DESCRIPTION = "drop aliases, copies, inactive dropout and identity casts, views and scalings; views become reshapes"
+EFFECT = "bitwise"
 
 aten = torch.ops.aten
 _COPIES = {

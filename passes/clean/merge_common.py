@@ -12,6 +12,7 @@ from mmcompile.core.passes import PassContext, PassResult
 from mmcompile.passes._edit import finish, replace
 
 DESCRIPTION = "compute equal pure calls once"
+EFFECT = "bitwise"
 
 
 def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:

@@ -72,12 +72,7 @@ def _add_inputs(graph_module: fx.GraphModule) -> dict[str, fx.Node]:
     for name, (shape, dtype) in DECODER_INPUTS.items():
         with graph.inserting_before(first):
             made[name] = graph.placeholder(f"{name}_" if name in old else name)
-        if shape == ("batch + 1",):
-            batch = new_symbolic_tensor(graph_module, ("batch",), torch.int32)
-            with batch.fake_mode:
-                made[name].meta["val"] = torch.empty((batch.shape[0] + 1,), dtype=torch.int32)
-        else:
-            made[name].meta["val"] = new_symbolic_tensor(graph_module, shape, getattr(torch, dtype))
+        made[name].meta["val"] = new_symbolic_tensor(graph_module, shape, getattr(torch, dtype))
     for name, node in old.items():
         if name not in made:
             raise LoweringError(f"a decoder has the inputs input_ids and positions, this graph also has {name}")

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from mmcompile.capture.export import capture_module
 from mmcompile.core import ops as _ops  # noqa: F401  registers mm::
-from mmcompile.core.graph import source_of
-from mmcompile.core.symbols import name_symbols
 
 MM = torch.ops.mm
 
@@ -14,8 +13,20 @@ MM = torch.ops.mm
 class StandardDecoder(nn.Module):
     """Llama-like (Qwen3-like with qk_norm) over mm:: ops: input_ids [tokens], positions [tokens] -> [tokens, vocab]."""
 
-    def __init__(self, layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, inter=96, vocab=80, qk_norm=False,
-                 bias=False, dtype=torch.float32, seed=0):
+    def __init__(
+        self,
+        layers=2,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        inter=96,
+        vocab=80,
+        qk_norm=False,
+        bias=False,
+        dtype=torch.float32,
+        seed=0,
+    ):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
 
@@ -34,7 +45,11 @@ class StandardDecoder(nn.Module):
             layer.kb = parameter(kv_heads * head_dim) if bias else None
             layer.vb = parameter(kv_heads * head_dim) if bias else None
             layer.qn, layer.kn = parameter(head_dim, scale=1.0), parameter(head_dim, scale=1.0)
-            layer.gate, layer.up, layer.down = parameter(inter, hidden), parameter(inter, hidden), parameter(hidden, inter)
+            layer.gate, layer.up, layer.down = (
+                parameter(inter, hidden),
+                parameter(inter, hidden),
+                parameter(hidden, inter),
+            )
             self.layers.append(layer)
         self.norm, self.head = parameter(hidden, scale=1.0), parameter(vocab, hidden)
         angles = torch.outer(torch.arange(256).float(), 10000.0 ** (-torch.arange(0, head_dim, 2).float() / head_dim))
@@ -60,20 +75,11 @@ class StandardDecoder(nn.Module):
 
 def export_standard(**options):
     """Export a StandardDecoder to a graph as capture + standardise leave it."""
-    module = StandardDecoder(**options)
-    tokens = torch.export.Dim("tokens", min=2, max=4096)
-    example = (torch.arange(6, dtype=torch.int32), torch.arange(6, dtype=torch.int32))
-    program = torch.export.export(module, example, dynamic_shapes=({0: tokens}, {0: tokens}))
-    graph_module = program.module()
-    for node in list(graph_module.graph.nodes):
-        if node.op == "call_module":
-            graph_module.graph.erase_node(node)
-    graph_module = torch.fx.GraphModule(graph_module, graph_module.graph)
-    graph_module.graph._codegen = torch.fx.graph.CodeGen()
-    graph_module.recompile()
-    name_symbols(graph_module, {"input_ids": ("tokens",)})
-    assert all(source_of(n) == "" for n in graph_module.graph.nodes)
-    return graph_module
+    example = {"input_ids": torch.arange(6, dtype=torch.int32), "positions": torch.arange(6, dtype=torch.int32)}
+    dynamic = {"input_ids": {0: "tokens"}, "positions": {0: "tokens"}}
+    symbols = {"tokens": (1, 4096)}
+    captured = capture_module(StandardDecoder(**options), example, dynamic=dynamic, symbols=symbols, kind="decoder")
+    return captured.graph_module
 
 
 @pytest.fixture
