@@ -1,0 +1,381 @@
+"""A GPU behind a driver (CUDA or HIP): memory, kernel launches in order on one stream, graphs of decode steps."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mmcompile.core.errors import ArtifactError
+from mmcompile.core.plan import Binary, Choice, Kernel, Launch, Phase, Plan, View
+from mmcompile.runtime.executor import (
+    Evaluation,
+    Symbols,
+    check_inputs,
+    check_symbols,
+    count_bytes,
+    list_fallbacks,
+    memory_by_role,
+    torch_dtype,
+)
+from mmcompile.runtime.reference import bind_call
+
+ALIGNMENT = 256
+_PROGRAMS_KEPT = 64
+_REBUILD = "rebuild the artifact with this mmcompile"
+
+
+class Driver(Protocol):
+    """The few calls that a GPU executor needs. Pointers and host addresses are ints, sizes are in bytes.
+
+    Every method raises ToolchainError with the driver's message if the call fails.
+    """
+
+    kind: str
+    device_name: str
+    architecture: str
+
+    def activate(self) -> None:
+        """Make the device current for the calling thread."""
+
+    def allocate(self, size: int) -> int:
+        """Device memory, aligned to at least 256."""
+
+    def allocate_host(self, size: int) -> int:
+        """Page-locked host memory."""
+
+    def copy_to_device(self, pointer: int, address: int, size: int) -> None:
+        """Asynchronous, in stream order; page-locked memory must stay unchanged until ``synchronize``."""
+
+    def copy_to_host(self, address: int, pointer: int, size: int) -> None:
+        """Asynchronous, in stream order."""
+
+    def fill_zero(self, pointer: int, size: int) -> None:
+        """Asynchronous, in stream order."""
+
+    def synchronize(self) -> None:
+        """Wait for everything on the stream."""
+
+    def free_memory(self) -> int:
+        """Bytes free on the device."""
+
+    def load_kernel(self, image: bytes, symbol: str, shared: int) -> Any:
+        """Function of a module, allowed ``shared`` bytes of dynamic shared memory."""
+
+    def launch(self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, parameters: int) -> None:
+        """Queue a launch; ``parameters`` is the address of an array of pointers to the arguments."""
+
+    def begin_capture(self) -> None:
+        """From here on calls are recorded instead of executed."""
+
+    def end_capture(self) -> Any:
+        """The recorded calls as an executable graph."""
+
+    def replay(self, graph: Any) -> None:
+        """Queue a graph."""
+
+    def close(self) -> None:
+        """Free everything that was allocated or loaded."""
+
+
+def align(size: int) -> int:
+    """Round up to the alignment of buffers."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def wrap_memory(address: int, size: int) -> Tensor:
+    """uint8 tensor [size] over host memory that somebody else owns."""
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+class PackedArguments:
+    """Kernel arguments in memory as the launch calls take them: an array of pointers to 8-byte slots."""
+
+    def __init__(self, values: list[int]) -> None:
+        self._slots = (ctypes.c_uint64 * len(values))(*(value & 0xFFFFFFFFFFFFFFFF for value in values))
+        base = ctypes.addressof(self._slots)
+        self._pointers = (ctypes.c_void_p * len(values))(*(base + 8 * i for i in range(len(values))))
+        self.address = ctypes.addressof(self._pointers)
+
+
+def choose(launch: Launch, symbols: Symbols) -> Choice:
+    """First choice that admits the token count; where there are no tokens, the first without a limit."""
+    tokens = symbols.get("tokens")
+    for choice in launch.choices:
+        if choice.max_tokens is None or (tokens is not None and choice.max_tokens >= tokens):
+            return choice
+    raise ArtifactError(f"no kernel admits {tokens} tokens", where=f"launch {launch.name}", fix=_REBUILD)
+
+
+@dataclass
+class _Program:
+    """A phase bound for one set of symbol values. ``inputs``: (name, offset in the staging block, bytes)."""
+
+    inputs: list[tuple[str, int, int]] = field(default_factory=list)
+    input_bytes: int = 0
+    steps: list[Callable[[], None]] = field(default_factory=list)
+    outputs: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    graph: Any = None
+
+
+class GpuExecutor:
+    """Runs a plan's kernels through a driver.
+
+    Args:
+        weights: (buffer name, tensor) pairs of every buffer of role "weight". pages: value of the symbol "pages".
+        architecture: key of ``Kernel.binaries``. read_binary: bytes of a binary of the named kernel.
+    """
+
+    pads_decode = True
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Iterator[tuple[str, Tensor]],
+        pages: int,
+        driver: Driver,
+        architecture: str,
+        read_binary: Callable[[str, Binary], bytes],
+    ) -> None:
+        self._plan, self._driver, self._architecture = plan, driver, architecture
+        self._fixed_symbols = {"pages": pages}
+        self._programs: dict[tuple[str, tuple[tuple[str, int], ...]], _Program] = {}
+        self._graphable = {
+            name for name, phase in plan.phases.items() if name == "decode" and all(n.choices for n in phase.launches)
+        }
+        driver.activate()
+        self._binaries = {name: self._binary(kernel) for name, kernel in plan.kernels.items()}
+        self._functions = {
+            name: driver.load_kernel(read_binary(name, binary), binary.symbol, binary.shared)
+            for name, binary in self._binaries.items()
+        }
+        self._persistent = self._place_persistent()
+        for name, tensor in weights:
+            source = tensor.contiguous()
+            driver.copy_to_device(self._persistent[name], source.data_ptr(), source.nbytes)
+            driver.synchronize()
+        self._arena = driver.allocate(max(max((p.arena_bytes for p in plan.phases.values()), default=0), ALIGNMENT))
+        self._place_staging()
+        self._returned: tuple[int, Tensor] = (0, torch.empty(0, dtype=torch.uint8))
+        self._scratch: dict[str, tuple[int, int]] = {}
+        if "load" in plan.phases:
+            self.run("load", {}, {}, ())
+
+    def _binary(self, kernel: Kernel) -> Binary:
+        if self._architecture not in kernel.binaries:
+            raise ArtifactError(
+                f"kernel {kernel.name} has no binary for {self._architecture}", where=self._plan.target, fix=_REBUILD
+            )
+        return kernel.binaries[self._architecture]
+
+    def _place_persistent(self) -> dict[str, int]:
+        """Device pointers of weights, derived buffers and zeroed state: one allocation for each role."""
+        pointers: dict[str, int] = {}
+        for role in ("weight", "derived", "state"):
+            sizes = {
+                b.name: align(count_bytes(b, self._fixed_symbols))
+                for b in self._plan.buffers.values()
+                if b.role == role
+            }
+            if not sizes:
+                continue
+            total = sum(sizes.values())
+            position = self._driver.allocate(max(total, ALIGNMENT))
+            if role == "state":
+                self._driver.fill_zero(position, total)
+            for name, size in sizes.items():
+                pointers[name] = position
+                position += size
+        return pointers
+
+    def _place_staging(self) -> None:
+        """One block for all inputs of a phase, on the host and on the device, so that a step makes one copy."""
+        limits = {**self._plan.symbols, **self._fixed_symbols}
+        sizes = (
+            sum(align(count_bytes(self._plan.buffers[name], limits)) for name in phase.inputs)
+            for phase in self._plan.phases.values()
+        )
+        size = max(max(sizes, default=0), ALIGNMENT)
+        self._staging = self._driver.allocate(size)
+        self._staging_address = self._driver.allocate_host(size)
+        self._staging_host = wrap_memory(self._staging_address, size)
+
+    def run(
+        self, phase: str, inputs: Mapping[str, Tensor], symbols: Symbols, outputs: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        """See :class:`Executor`."""
+        self._driver.activate()
+        program = self._program(phase, inputs, {**symbols, **self._fixed_symbols})
+        for name, offset, size in program.inputs:
+            self._staging_host[offset : offset + size].copy_(inputs[name].view(-1).view(torch.uint8))
+        if program.input_bytes:
+            self._driver.copy_to_device(self._staging, self._staging_address, program.input_bytes)
+        if program.graph is not None:
+            self._driver.replay(program.graph)
+        else:
+            for step in program.steps:
+                step()
+        results = self._return_outputs(program, outputs)
+        if program.graph is None and phase in self._graphable:
+            program.graph = self._capture(program)
+        return results
+
+    def _return_outputs(self, program: _Program, outputs: tuple[str, ...]) -> dict[str, Tensor]:
+        """Copy outputs to page-locked memory and wait for the stream."""
+        sizes = {
+            name: torch.Size(program.outputs[name][1]).numel() * program.outputs[name][2].itemsize for name in outputs
+        }
+        needed = sum(map(align, sizes.values()))
+        if needed > self._returned[1].numel():
+            address = self._driver.allocate_host(needed)
+            self._returned = address, wrap_memory(address, needed)
+        results, position = {}, 0
+        for name, size in sizes.items():
+            pointer, shape, dtype = program.outputs[name]
+            if size:
+                self._driver.copy_to_host(self._returned[0] + position, pointer, size)
+            results[name] = self._returned[1][position : position + size].view(dtype).view(shape)
+            position += align(size)
+        self._driver.synchronize()
+        return results
+
+    def _capture(self, program: _Program) -> Any:
+        self._driver.begin_capture()
+        try:
+            for step in program.steps:
+                step()
+        finally:
+            graph = self._driver.end_capture()
+        return graph
+
+    def _program(self, phase: str, inputs: Mapping[str, Tensor], symbols: Symbols) -> _Program:
+        key = (phase, tuple(sorted(symbols.items())))
+        if key not in self._programs:
+            check_symbols(self._plan, phase, symbols)
+            check_inputs(self._plan, self._plan.phases[phase], inputs, symbols)
+            evictable = [k for k, program in self._programs.items() if program.graph is None]
+            if len(evictable) >= _PROGRAMS_KEPT:
+                del self._programs[evictable[0]]
+            self._programs[key] = self._bind(self._plan.phases[phase], Evaluation(self._plan, symbols))
+        return self._programs[key]
+
+    def _bind(self, phase: Phase, sizes: Evaluation) -> _Program:
+        program, pointers = _Program(), dict(self._persistent)
+        for name in phase.inputs:
+            pointers[name] = self._staging + program.input_bytes
+            size = count_bytes(self._plan.buffers[name], sizes.symbols)
+            program.inputs.append((name, program.input_bytes, size))
+            program.input_bytes += align(size)
+        for buffer in self._plan.buffers.values():
+            if buffer.offset is not None:
+                pointers[buffer.name] = self._arena + buffer.offset
+        for launch in phase.launches:
+            if launch.choices:
+                program.steps += self._bind_kernels(launch, choose(launch, sizes.symbols), sizes, pointers)
+            else:
+                program.steps.append(self._bind_fallback(launch, sizes, pointers))
+        for name in phase.outputs:
+            dtype = torch_dtype(self._plan.buffers[name])
+            program.outputs[name] = (_find_pointer(pointers, name), sizes.shape(name), dtype)
+        return program
+
+    def _bind_kernels(
+        self, launch: Launch, choice: Choice, sizes: Evaluation, pointers: Mapping[str, int]
+    ) -> Iterator[Callable[[], None]]:
+        for record in choice.kernels:
+            binary, parameters = self._binaries[record.kernel], self._plan.kernels[record.kernel].parameters
+            if len(parameters) != len(record.arguments):
+                raise ArtifactError(
+                    f"kernel {record.kernel} takes {len(parameters)} arguments, not {len(record.arguments)}",
+                    where=f"launch {launch.name}",
+                    fix=_REBUILD,
+                )
+            grid = (sizes.number(record.grid[0]), sizes.number(record.grid[1]), sizes.number(record.grid[2]))
+            programs = grid[0] * grid[1] * grid[2]
+            if programs == 0:
+                continue
+            values = [self._argument(argument, sizes, pointers) for argument in record.arguments]
+            values.append(self._scratch_for("global", programs * binary.global_scratch_size))
+            values.append(self._scratch_for("profile", programs * binary.profile_scratch_size))
+            yield self._bind_kernel(record.kernel, binary, grid, PackedArguments(values))
+
+    def _bind_kernel(
+        self, name: str, binary: Binary, grid: tuple[int, int, int], arguments: PackedArguments
+    ) -> Callable[[], None]:
+        launch, function = self._driver.launch, self._functions[name]
+        threads, shared = binary.num_warps * binary.warp_size, binary.shared
+        return lambda: launch(function, grid, threads, shared, arguments.address)
+
+    def _argument(self, argument: View | str, sizes: Evaluation, pointers: Mapping[str, int]) -> int:
+        if isinstance(argument, str):
+            return sizes.number(argument)
+        itemsize = torch_dtype(self._plan.buffers[argument.buffer]).itemsize
+        return _find_pointer(pointers, argument.buffer) + sizes.number(argument.offset) * itemsize
+
+    def _scratch_for(self, kind: str, size: int) -> int:
+        """Scratch memory that the launches share, as they run one after the other; 0 if none is needed."""
+        if size == 0:
+            return 0
+        if self._scratch.get(kind, (0, 0))[1] < size:
+            self._scratch[kind] = self._driver.allocate(size), size
+        return self._scratch[kind][0]
+
+    def _bind_fallback(self, launch: Launch, sizes: Evaluation, pointers: Mapping[str, int]) -> Callable[[], None]:
+        """Run a launch that has no kernel on the host: buffers go over, what was written comes back."""
+        call = bind_call(launch)
+        views = {name: launch.inputs[name] for _, name in call.slots}
+        written = {v.buffer for v in launch.outputs} | {views[name].buffer for name in call.mutated}
+        involved = {v.buffer for v in (*views.values(), *launch.outputs)}
+        places = {
+            name: (_find_pointer(pointers, name), sizes.shape(name), torch_dtype(self._plan.buffers[name]))
+            for name in sorted(involved)
+        }
+
+        def step() -> None:
+            hosts: dict[str, Tensor] = {}
+            for name, (pointer, shape, dtype) in places.items():
+                hosts[name] = torch.empty(shape, dtype=dtype)
+                if hosts[name].numel():
+                    self._driver.copy_to_host(hosts[name].data_ptr(), pointer, hosts[name].nbytes)
+            self._driver.synchronize()
+            arguments = list(call.template)
+            for position, name in call.slots:
+                arguments[position] = hosts[views[name].buffer].as_strided(*sizes.view(views[name]))
+            with torch.inference_mode():
+                results = call.function(*arguments)
+            returned = (results,) if isinstance(results, Tensor) else results
+            for view, result in zip(launch.outputs, returned or (), strict=False):
+                hosts[view.buffer].as_strided(*sizes.view(view)).copy_(result)
+            for name in sorted(written):
+                if hosts[name].numel():
+                    self._driver.copy_to_device(places[name][0], hosts[name].data_ptr(), hosts[name].nbytes)
+            self._driver.synchronize()
+
+        return step
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`Executor`."""
+        return {
+            "device": f"{self._driver.kind} {self._driver.device_name} ({self._driver.architecture})",
+            "kernels": len(self._functions),
+            "launches": {name: len(phase.launches) for name, phase in self._plan.phases.items()},
+            "fallbacks": list_fallbacks(self._plan),
+            "memory": memory_by_role(self._plan, self._fixed_symbols),
+            "graphs": [{"phase": k[0], **dict(k[1])} for k, program in self._programs.items() if program.graph],
+        }
+
+    def close(self) -> None:
+        """See :class:`Executor`."""
+        self._programs.clear()
+        self._driver.activate()
+        self._driver.close()
+
+
+def _find_pointer(pointers: Mapping[str, int], name: str) -> int:
+    if name not in pointers:
+        raise ArtifactError(f"buffer {name!r} has no place in the arena", fix=_REBUILD)
+    return pointers[name]
