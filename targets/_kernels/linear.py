@@ -160,13 +160,13 @@ class Blocks:
 def skinny_blocks(block_n: int, k: int, slice_k: int, element_size: int, spec: TargetSpec) -> Blocks:
     """Tile of a skinny kernel of ``block_n`` weight rows a program.
 
-    A warp's slice of K is ``slice_k`` elements, less where K is short or where the stages would not fit in shared
-    memory.
+    A warp's slice of K is ``slice_k`` elements, less where K is short or where the stages would take more than 160 KB
+    of shared memory (64 KB on AMD).
     """
-    stages = 4 if spec.backend == "cuda" else 2
+    stages, budget = (4, 160 * 1024) if spec.backend == "cuda" else (2, 64 * 1024)
     block_k = max(16, min(slice_k, next_power_of_two(ceil_div(k, SPLIT))))
     stage_bytes = (SKINNY_TOKENS + block_n) * SPLIT * element_size
-    while stages * stage_bytes * block_k > spec.shared_memory_per_block and (stages > 2 or block_k > 16):
+    while stages * stage_bytes * block_k > budget and (stages > 2 or block_k > 16):
         stages, block_k = (stages - 1, block_k) if stages > 2 else (stages, block_k // 2)
     return Blocks(0, block_n, block_k, SPLIT, stages)
 

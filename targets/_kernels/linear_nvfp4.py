@@ -109,7 +109,7 @@ def nvfp4_intrinsics(arch: Architecture, dtype: str) -> tuple[dict[str, Any], di
     """
     decoder, ledger = _find_decoder(arch, dtype)
     functions = {"project_skinny": project_skinny, "project_tile": project_tile, "decode_nvfp4": decoder}
-    return functions, {**ledger, "v_mfma_scale": False}
+    return functions, ledger | ({"v_mfma_scale": False} if "mfma_scale_f8f6f4" in arch.features else {})
 
 
 def refuse_weight(call: OpCall) -> str | None:
