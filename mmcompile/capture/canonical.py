@@ -7,15 +7,11 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from mmcompile.core.graph import get_parameter
+from mmcompile.core.symbols import make_fake_mode
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
@@ -134,25 +130,12 @@ def _trim_signature(graph: fx.Graph, shapes: dict[str, Any]) -> None:
         output.args = (results[0],)
 
 
-def make_fake_mode(symbols: dict[str, tuple[int, int]]) -> tuple[FakeTensorMode, dict[str, Any]]:
-    """A fake mode whose shape environment knows the symbols under their own names, and their SymInts."""
-    env = ShapeEnv()
-    made: dict[str, Any] = {}
-    for i, (name, (low, high)) in enumerate(symbols.items()):
-        symbol = sympy.Symbol(name, positive=True, integer=True)
-        hint = min(max(low, 11 + 2 * i), high)
-        env.backed_var_to_val[symbol] = sympy.Integer(hint)
-        env.var_to_range[symbol] = ValueRanges(low, high)
-        env.var_to_sources[symbol] = [ConstantSource(name)]
-        made[name] = env.create_symintnode(symbol, hint=hint)
-    return FakeTensorMode(shape_env=env), made
-
-
 def _propagate(graph_module: fx.GraphModule, symbols: dict[str, tuple[int, int]], shapes: dict[str, Any]) -> None:
     """Recompute every fake value over the named symbols."""
     mode, names = make_fake_mode(symbols)
     graph_module.meta["fake_mode"] = mode
     graph_module.meta["symbols"] = names
+    graph_module.meta["symbolic_sizes"] = names
     known: dict[int, torch.Tensor] = {}
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":

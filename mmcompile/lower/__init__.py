@@ -1,0 +1,1 @@
+"""Lowering: a graph becomes a LaunchPlan; buffers, kernel choice, memory, dependencies."""

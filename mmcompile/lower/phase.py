@@ -1,0 +1,323 @@
+"""Lower one graph to the launches of one phase."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from mmcompile.core.errors import LoweringError
+from mmcompile.core.graph import depends_only_on_weights, find_op, full_arguments, operation_name, source_of
+from mmcompile.core.kernel import KernelSource, OpCall, Operand
+from mmcompile.core.ops import OPS
+from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Launch, Phase, Role, View
+from mmcompile.lower.memory import Lifetime, plan_memory
+from mmcompile.lower.operands import Operands, dtype_name, is_view, place_input, resolve_view
+from mmcompile.lower.regions import Group, build_region, find_regions
+from mmcompile.lower.select import Selected, Selector
+
+_VECTOR_BYTES = 16
+
+
+@dataclass
+class LoweredPhase:
+    """A phase with its buffers, weights and emitted kernel sources (by kernel name).
+
+    ``load_launches`` compute what depends on weights alone; they run once, when the artifact is loaded.
+    """
+
+    phase: Phase
+    load_launches: list[Launch]
+    buffers: dict[str, Buffer]
+    weights: dict[str, torch.Tensor]
+    sources: dict[str, KernelSource]
+
+
+@dataclass
+class PhaseLowering:
+    """The state of lowering one graph; ``strict`` makes an operation without a kernel an error."""
+
+    graph_module: fx.GraphModule
+    name: str
+    selector: Selector | None
+    symbols: Mapping[str, int]
+    strict: bool
+    output_names: tuple[str, ...]
+    plan_symbols: Mapping[str, int]
+    operands: Operands = field(default_factory=Operands)
+    load_launches: list[Launch] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    sources: dict[str, KernelSource] = field(default_factory=dict)
+
+    def run(self) -> LoweredPhase:
+        """Walk the graph once, in order."""
+        groups = find_regions(self.graph_module)
+        self.constant = depends_only_on_weights(self.graph_module)
+        for node in self.graph_module.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                place_input(self.operands, self.graph_module, node)
+            elif node.op == "call_function":
+                self._lower_call(node, groups.get(node))
+        return self._finish()
+
+    def _lower_call(self, node: fx.Node, group: Group | None) -> None:
+        looks = node.target is operator.getitem or (is_view(node) and self._has_view_input(node))
+        if looks and resolve_view(self.operands, node):
+            return
+        if group is not None:
+            if node is group.nodes[-1]:
+                self._lower_region(group)
+            return
+        op = find_op(node.target)
+        if op is not None:
+            self._lower_operation(node, op.name)
+        else:
+            self._lower_aten(node)
+
+    def _has_view_input(self, node: fx.Node) -> bool:
+        return isinstance(node.args[0], fx.Node) and isinstance(self.operands.views.get(node.args[0]), View)
+
+    def _results(self, node: fx.Node) -> tuple[View, ...]:
+        """Buffers for what a node returns."""
+        value = node.meta["val"]
+        role: Role = "derived" if node in self.constant else "temporary"
+        # Derived values are shared by the phases, so their names must not depend on the phase.
+        prefix = "load" if role == "derived" else self.name
+        if value is None:
+            return ()
+        if isinstance(value, torch.Tensor):
+            self.operands.views[node] = view = self.operands.add_buffer(f"{prefix}.{node.name}", value, role)
+            return (view,)
+        parts = [self.operands.add_buffer(f"{self.name}.{node.name}.{i}", v, "temporary") for i, v in enumerate(value)]
+        self.operands.views[node] = parts
+        return tuple(parts)
+
+    def _lower_operation(self, node: fx.Node, name: str) -> None:
+        arguments = full_arguments(node)
+        inputs: dict[str, View | None] = {}
+        attributes: dict[str, Any] = {}
+        tensors = {a.name for a in node.target._schema.arguments if "Tensor" in str(a.type)}  # type: ignore[union-attr]
+        for key, value in arguments.items():
+            if key in tensors:
+                inputs[key] = self.operands.views[value] if isinstance(value, fx.Node) else None
+            else:
+                attributes[key] = dtype_name(value) if isinstance(value, torch.dtype) else value
+        self._add_launch(node, f"mm.{name}", inputs, attributes)
+
+    def _lower_region(self, group: Group, read: tuple[fx.Node, ...] = ()) -> None:
+        outputs = read or tuple(group.outputs())
+        region = build_region(group, outputs)
+        inputs: dict[str, View | None] = {
+            key: self.operands.views[n] for key, n in zip(region.inputs, group.inputs(), strict=True)
+        }
+        results = []
+        for node in outputs:
+            results += self._results(node)
+        self._append(group.nodes[-1], f"region.{region.kind}", inputs, tuple(results), region.to_json())
+
+    def _lower_aten(self, node: fx.Node) -> None:
+        """Anything else runs by its aten reference, listed with the reason."""
+        inputs: dict[str, View | None] = {}
+
+        def encode(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                key = f"arg{len(inputs)}"
+                inputs[key] = self.operands.views[value]
+                return {"input": key}
+            if isinstance(value, torch.dtype):
+                return {"dtype": dtype_name(value)}
+            if isinstance(value, torch.device | torch.layout | torch.memory_format):
+                return None
+            if isinstance(value, tuple | list):
+                return [encode(v) for v in value]
+            return value
+
+        kwargs = {k: encode(v) for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}
+        attributes = {"args": [encode(a) for a in node.args], "kwargs": kwargs}
+        self._add_launch(node, operation_name(node.target), inputs, attributes)
+
+    def _add_launch(self, node: fx.Node, op: str, inputs: dict[str, View | None], attributes: dict[str, Any]) -> None:
+        self._append(node, op, inputs, self._results(node), attributes)
+
+    def _append(
+        self,
+        node: fx.Node,
+        op: str,
+        inputs: dict[str, View | None],
+        outputs: tuple[View, ...],
+        attributes: dict[str, Any],
+    ) -> None:
+        name = f"{'load' if node in self.constant else self.name}.{node.name}"
+        choices: tuple[Choice, ...] = ()
+        reason = ""
+        if self.selector is not None and node not in self.constant:
+            choices, reason = self._choose(name, op, inputs, outputs, attributes)
+            if not choices and self.strict:
+                raise LoweringError(
+                    f"{op} has no kernel for {self.selector.spec.name}: {reason}",
+                    where=source_of(node) or node.name,
+                    fix="drop --strict to run it by its reference, or write a kernel template for it",
+                )
+        launches = self.load_launches if node in self.constant else self.launches
+        launches.append(
+            Launch(name=name, op=op, inputs=inputs, outputs=outputs, attributes=attributes, choices=choices,
+                   source=source_of(node), reason=reason)
+        )  # fmt: skip
+
+    def _choose(
+        self, name: str, op: str, inputs: dict[str, View | None], outputs: tuple[View, ...], attributes: dict[str, Any]
+    ) -> tuple[tuple[Choice, ...], str]:
+        assert self.selector is not None
+        family, _, base = op.partition(".")
+        if family not in ("mm", "region"):
+            return (), f"{op} is no mm:: operation and no step of a generated kernel"
+        misaligned = self._find_misaligned([*inputs.values(), *outputs])
+        if misaligned:
+            return (), f"a view on {misaligned} does not start at a multiple of {_VECTOR_BYTES} bytes"
+        operands = {k: self.operands.operand(v) for k, v in inputs.items()}
+        results = tuple(r for r in (self.operands.operand(v) for v in outputs) if isinstance(r, Operand))
+        call = OpCall(base, operands, results, attributes | {"phase": self.name})
+        selected, reason = self.selector.select(call, self.symbols.get("tokens", 1))
+        return tuple(self._bind(name, s, inputs, outputs) for s in selected), reason
+
+    def _find_misaligned(self, views: list[View | None]) -> str:
+        """Buffer of the first view that kernels, which load 16 bytes at a time, cannot take; "" if there is none."""
+        for view in views:
+            if view is not None and isinstance(view.offset, int):
+                item = getattr(torch, self.operands.dtype(view)).itemsize
+                if view.offset * item % _VECTOR_BYTES:
+                    return view.buffer
+        return ""
+
+    def _bind(self, name: str, selected: Selected, inputs: dict[str, View | None], outputs: tuple[View, ...]) -> Choice:
+        """Give every parameter of the emitted kernels its view or symbol."""
+        values: dict[str, View | str] = {k: v for k, v in inputs.items() if v is not None}
+        for i, view in enumerate(outputs):
+            values["result" if i == 0 else f"result{i}"] = view
+        for scratch in selected.scratch:
+            buffer = Buffer(name=f"{name}.{selected.template}.{scratch.name}", shape=scratch.shape,
+                            dtype=scratch.dtype, role="temporary")  # fmt: skip
+            self.operands.buffers[buffer.name] = buffer
+            values[f"scratch:{scratch.name}"] = View(buffer=buffer.name, shape=scratch.shape, strides=())
+        launches = []
+        for source in selected.sources:
+            kernel = f"{source.name}_{source.digest[:8]}"
+            self.sources[kernel] = source
+            arguments = tuple(values.get(p.value, p.value) for p in source.parameters)
+            launches.append(KernelLaunch(kernel=kernel, grid=source.grid, arguments=arguments))
+        return Choice(max_tokens=selected.max_tokens, template=selected.template, kernels=tuple(launches),
+                      reason=selected.reason)  # fmt: skip
+
+    def _finish(self) -> LoweredPhase:
+        outputs = self._name_outputs()
+        buffers = self.operands.buffers
+        lifetimes: dict[str, Lifetime] = {}
+        for i, launch in enumerate(self.launches):
+            for name in _touched(launch):
+                lifetimes[name] = Lifetime(lifetimes[name].first if name in lifetimes else i, i)
+        movable = [b for b in buffers.values() if b.role == "temporary" and b.name in lifetimes]
+        results = [buffers[name] for name in outputs]
+        offsets, arena = plan_memory(movable, lifetimes, self.symbols, results, self.plan_symbols)
+        placed = {n: b.model_copy(update={"offset": offsets[n]}) if n in offsets else b for n, b in buffers.items()}
+        phase = Phase(
+            name=self.name,
+            inputs=tuple(n for n, b in buffers.items() if b.role == "input"),
+            outputs=outputs,
+            launches=tuple(self.launches),
+            after=find_dependencies(self.launches),
+            arena_bytes=arena,
+        )
+        return LoweredPhase(phase, self.load_launches, placed, self.operands.weights, self.sources)
+
+    def _name_outputs(self) -> tuple[str, ...]:
+        """Turn result buffers into outputs under their public names; a result that is a view is copied first."""
+        (output,) = self.graph_module.graph.find_nodes(op="output")
+        results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
+        renamed: dict[str, Buffer] = {}
+        for node, name in zip(results, self.output_names, strict=True):
+            view = self.operands.views[node]
+            buffer = self.operands.buffers[view.buffer]
+            if buffer.role != "temporary" or view.shape != buffer.shape or buffer.name in renamed:
+                buffer = self._copy_result(node, output)
+            shape = buffer.shape
+            if self.name == "decode":  # one token a sequence: the rows are the sequences
+                shape = tuple("batch" if d == "tokens" else d for d in shape)
+            renamed[buffer.name] = buffer.model_copy(update={"name": name, "role": "output", "shape": shape})
+        names = {old: new.name for old, new in renamed.items()}
+        self.launches = [_rename_buffers(launch, names) for launch in self.launches]
+        kept = {n: b for n, b in self.operands.buffers.items() if n not in renamed}
+        self.operands.buffers = kept | {b.name: b for b in renamed.values()}
+        return tuple(b.name for b in renamed.values())
+
+    def _copy_result(self, node: fx.Node, output: fx.Node) -> Buffer:
+        with self.graph_module.graph.inserting_before(output):
+            clone = self.graph_module.graph.call_function(torch.ops.aten.clone.default, (node,))
+        clone.meta["val"] = node.meta["val"].contiguous()
+        self._lower_region(Group([clone], tuple(node.meta["val"].shape)), (clone,))
+        self.graph_module.graph.erase_node(clone)
+        return self.operands.buffers[self.operands.views[clone].buffer]
+
+
+def _rename_buffers(launch: Launch, names: Mapping[str, str]) -> Launch:
+    """The launch with buffers renamed in every view."""
+
+    def rename(view: Any) -> Any:
+        known = isinstance(view, View) and view.buffer in names
+        return view.model_copy(update={"buffer": names[view.buffer]}) if known else view
+
+    choices = tuple(
+        choice.model_copy(
+            update={
+                "kernels": tuple(
+                    k.model_copy(update={"arguments": tuple(rename(a) for a in k.arguments)}) for k in choice.kernels
+                )
+            }
+        )
+        for choice in launch.choices
+    )
+    inputs = {key: rename(view) for key, view in launch.inputs.items()}
+    outputs = tuple(rename(view) for view in launch.outputs)
+    return launch.model_copy(update={"inputs": inputs, "outputs": outputs, "choices": choices})
+
+
+def _touched(launch: Launch) -> list[str]:
+    names = [v.buffer for v in launch.inputs.values() if v is not None] + [v.buffer for v in launch.outputs]
+    for choice in launch.choices:
+        for kernel in choice.kernels:
+            names += [a.buffer for a in kernel.arguments if isinstance(a, View)]
+    return names
+
+
+def find_dependencies(launches: list[Launch]) -> tuple[tuple[int, ...], ...]:
+    """For each launch the earlier ones it must follow: read after write, write after read, write after write.
+
+    Transitive edges are left out.
+    """
+    graph = nx.DiGraph()
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    for i, launch in enumerate(launches):
+        graph.add_node(i)
+        written = {v.buffer for v in launch.outputs}
+        written |= {v.buffer for k in _mutated(launch.op) for v in [launch.inputs.get(k)] if v is not None}
+        read = {v.buffer for v in launch.inputs.values() if v is not None}
+        for name in read | written:
+            if name in writer:
+                graph.add_edge(writer[name], i)
+        for name in written:
+            graph.add_edges_from((r, i) for r in readers.pop(name, []) if r != i)
+            writer[name] = i
+        for name in read - written:
+            readers.setdefault(name, []).append(i)
+    reduced = nx.transitive_reduction(graph)
+    return tuple(tuple(sorted(reduced.predecessors(i))) for i in range(len(launches)))
+
+
+def _mutated(op: str) -> tuple[str, ...]:
+    """Names of the tensor arguments that an operation writes."""
+    return OPS[op.removeprefix("mm.")].mutates if op.startswith("mm.") else ()

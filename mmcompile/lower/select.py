@@ -1,0 +1,70 @@
+"""Choose kernels: for every operation and range of token counts, the first template of the target that can serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Scratch
+from mmcompile.core.spec import Architecture, TargetSpec
+
+
+@dataclass(frozen=True)
+class Selected:
+    """One template chosen for token counts up to ``max_tokens`` (None = any), with what it emits."""
+
+    template: str
+    max_tokens: int | None
+    sources: tuple[KernelSource, ...]
+    scratch: tuple[Scratch, ...]
+    reason: str
+
+
+@dataclass
+class Selector:
+    """Remembers what was emitted, so that equal calls (the layers of a model) are emitted once.
+
+    ``portable``: pass over tuned templates (for bisecting).
+    """
+
+    spec: TargetSpec
+    templates: Sequence[KernelTemplate]
+    portable: bool = False
+    _memory: dict[str, tuple[tuple[Selected, ...], str]] = field(default_factory=dict)
+
+    def select(self, call: OpCall, largest: int) -> tuple[tuple[Selected, ...], str]:
+        """Choices in ascending order of token counts, the last covering ``largest`` tokens; or () and the reason."""
+        key = repr((call, largest))
+        if key not in self._memory:
+            self._memory[key] = self._choose(call, largest)
+        return self._memory[key]
+
+    def _choose(self, call: OpCall, largest: int) -> tuple[tuple[Selected, ...], str]:
+        chosen: list[Selected] = []
+        passed: list[str] = []
+        common = common_architecture(self.spec)
+        covered = 0
+        for template in self.templates:
+            if template.op != call.op or (self.portable and template.grade != "portable"):
+                continue
+            if template.max_tokens is not None and template.max_tokens <= covered:
+                continue
+            refusal = template.refuse(call, self.spec, common)
+            if refusal is not None:
+                passed.append(f"{template.name}: {refusal}")
+                continue
+            sources = template.emit(call, self.spec, common)
+            scratch = template.scratch(call, self.spec)
+            chosen.append(Selected(template.name, template.max_tokens, sources, scratch, "; ".join(passed)))
+            covered = largest if template.max_tokens is None else template.max_tokens
+            if covered >= largest:
+                return tuple(chosen), ""
+        limit = f"its kernels stop at {covered} tokens" if chosen else f"no kernel implements {call.op}"
+        return (), "; ".join(passed) or limit
+
+
+def common_architecture(spec: TargetSpec) -> Architecture:
+    """What all architectures of a target have: sources are emitted once and assembled for each."""
+    first = spec.architectures[0]
+    shared = frozenset.intersection(*(a.features for a in spec.architectures))
+    return replace(first, name=spec.name, features=shared)
