@@ -14,7 +14,7 @@ from mmcompile.core.passes import Match, NearMiss, PassResult
 SYM_SIZE = torch.ops.aten.sym_size.int
 
 
-class Refusal(Exception):  # noqa: N818 - not an error: it ends one attempt to match
+class Refusal(Exception):
     """A candidate that does not fit: the node that differs and why."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.capture.checkpoint import Checkpoint, load_into, open_checkpoint
-from mmcompile.capture.export import Captured, Input, capture_module, without_weights
+from mmcompile.capture.export import Captured, capture_module, without_weights
 from mmcompile.capture.tensors import require_package
 from mmcompile.core.errors import CaptureError, CheckpointError
 from mmcompile.core.ops.linear import nvfp4_dequantize
@@ -115,9 +116,7 @@ def _name_positions(captured: Captured, given: str) -> None:
     node.target = "positions"
     node._rename("positions")
     captured.graph_module.recompile()
-    captured.inputs = tuple(
-        Input("positions" if i.name == given else i.name, i.shape, i.dtype) for i in captured.inputs
-    )
+    captured.inputs = tuple(replace(i, name="positions") if i.name == given else i for i in captured.inputs)
 
 
 def _read_tokenizer(checkpoint: Checkpoint) -> bytes | None:

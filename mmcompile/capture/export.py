@@ -36,8 +36,8 @@ class Captured:
         kind: "decoder" (input_ids and positions to logits of every token) or "module" (anything else).
         config: facts about the model: vocab_size, max_positions, eos_token_ids, ... (decoders only).
         tokenizer: bytes of a tokenizer.json, if known. chat_template: Jinja text, if known.
-        nvfp4: module path -> (packed, scale, global scale) of the weights that the checkpoint stores in NVFP4; the graph
-            holds them decoded.
+        nvfp4: module path -> (packed, scale, global scale) of the weights that the checkpoint stores in NVFP4, which
+            the graph holds decoded.
         source: where it was captured from.
     """
 

@@ -67,9 +67,8 @@ def _name_arguments(module: nn.Module, arguments: Any, spec: str) -> dict[str, A
     try:
         return dict(inspect.signature(module.forward).bind(*arguments).arguments)
     except TypeError as error:
-        raise CaptureError(
-            f"the example arguments do not fit {type(module).__name__}.forward: {error}", where=spec
-        ) from (None)
+        what = f"the example arguments do not fit {type(module).__name__}.forward: {error}"
+        raise CaptureError(what, where=spec) from None
 
 
 def _read_dynamic(

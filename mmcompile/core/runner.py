@@ -183,6 +183,8 @@ def compare_graphs(
         want, have = flatten(before(*inputs_before.values())), flatten(after(*inputs_after.values()))
     if effect == "last_token":
         want = [t[-1:] for t in want]
+    elif effect == "drop_batch":
+        want = [t[0] for t in want]
     # State that both graphs write (the KV cache) is compared like a result.
     shared = [n for n, t in inputs_before.items() if t.is_floating_point() and n in inputs_after]
     want += [inputs_before[n] for n in shared]

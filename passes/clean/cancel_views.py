@@ -1,0 +1,45 @@
+"""Cancel views that undo each other: transpose of transpose, select of unsqueeze, reshape of reshape."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mmcompile.core.passes import PassContext, PassResult
+from mmcompile.passes._edit import finish, is_call, replace, shape_of
+
+DESCRIPTION = "cancel views that undo each other"
+EFFECT = "bitwise"
+
+aten = torch.ops.aten
+
+
+def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
+    """Sweeps the graph once, from inputs to outputs, so that chains of pairs collapse."""
+    result = PassResult()
+    for node in list(graph_module.graph.nodes):
+        if is_call(node, aten.reshape.default) and is_call(node.args[0], aten.reshape.default):
+            node.args = (node.args[0].args[0], node.args[1])
+        source = _find_source(node)
+        if source is not None:
+            replace(graph_module, "cancel_views", node, source, result)
+    return finish(graph_module, result)
+
+
+def _find_source(node: fx.Node) -> fx.Node | None:
+    """The tensor that ``node`` restores, None if it restores nothing."""
+    if not is_call(node, aten.transpose.int, aten.select.int, aten.squeeze.dim):
+        return None
+    inner = node.args[0]
+    rank = len(shape_of(inner))
+    if is_call(node, aten.transpose.int):
+        if is_call(inner, aten.transpose.int) and _dimensions(node, rank) == _dimensions(inner, rank):
+            return inner.args[0]
+        return None
+    if is_call(inner, aten.unsqueeze.default) and node.args[1] % rank == inner.args[1] % rank:
+        return inner.args[0]
+    return None
+
+
+def _dimensions(node: fx.Node, rank: int) -> set[int]:
+    return {d % rank for d in node.args[1:]}
