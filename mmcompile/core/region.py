@@ -209,7 +209,7 @@ def _apply(step: Step, args: list[Any], device: torch.device) -> Tensor:
         result = torch.var(args[0], -1, correction=step.options.get("correction", 1), keepdim=step.keepdim)
     elif step.op in NORMALISING_OPS:
         function = torch.log_softmax if "log" in step.op else torch.softmax
-        result = function(args[0], -1, dtype=dtype)
+        result = function(args[0], -1, dtype=torch.float32).to(dtype)
     elif step.op == "argmax":
         result = torch.argmax(args[0], -1, keepdim=step.keepdim)
     elif step.op in REDUCING_OPS:

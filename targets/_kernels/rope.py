@@ -131,7 +131,7 @@ def tile_insert_kv(token, block, k, v, kv_cache, slot_mapping, KV_HEADS: tl.cons
     token = token.to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     head = block * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
-    in_heads = (head < KV_HEADS) & (slot >= 0)
+    in_heads = head < tl.where(slot >= 0, KV_HEADS, 0)
     row = kv_cache + slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * ROW_STRIDE
     copy_heads(k + token * K_STRIDE, row, head, in_heads, K_HEAD_STRIDE, CACHE_HEAD_STRIDE, HEAD_DIM, D_BLOCK)
     copy_heads(v + token * V_STRIDE, row + HEAD_DIM, head, in_heads, V_HEAD_STRIDE, CACHE_HEAD_STRIDE,
@@ -159,7 +159,7 @@ def tile_qk_norm_rope_insert(token, block, qkv, q_weight, k_weight, positions, c
     else:
         head = (block - Q_BLOCKS) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         slot = tl.load(slot_mapping + token).to(tl.int64)
-        in_heads = (head < KV_HEADS) & (slot >= 0)
+        in_heads = head < tl.where(slot >= 0, KV_HEADS, 0)
         target = kv_cache + slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * ROW_STRIDE
         rotate_heads(row + HEADS * HEAD_DIM, target, head, in_heads, cos_row, k_weight, HEAD_DIM,
                      CACHE_HEAD_STRIDE, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, EPS, OFFSET, ROUND, K_NORM)
