@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmcompile.core.errors import ArtifactError
 from mmcompile.core.plan import SCHEMA_VERSION, Binary, Buffer, Manifest, Plan, Record
+from mmcompile.runtime.executor import torch_dtype
 
 MANIFEST = "manifest.json"
 _REBUILD = "rebuild the artifact, or copy it again from its source"
@@ -140,7 +140,7 @@ class Artifact:
 
 
 def _checked_weight(buffer: Buffer, tensor: Tensor, path: Path) -> Tensor:
-    if tuple(tensor.shape) != buffer.shape or tensor.dtype != getattr(torch, buffer.dtype):
+    if tuple(tensor.shape) != buffer.shape or tensor.dtype != torch_dtype(buffer):
         raise ArtifactError(
             f"weight {buffer.name!r} is {tensor.dtype} {list(tensor.shape)}, "
             f"the plan says {buffer.dtype} {list(buffer.shape)}",

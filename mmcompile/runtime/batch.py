@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +26,14 @@ def build_inputs(
 
     Args:
         items: (sequence, count) pairs; the sequences' pages hold their tokens up to ``cached + count``.
-        max_blocks: most columns of the block table, which has the longest sequence's pages rounded up to a power of two.
+        max_blocks: most columns of the block table, which has the longest sequence's pages in a power of two.
         rows: the batch is filled up to so many rows with empty ones, which write no slot and have no tokens of their
             own; if rows exceed the sequences, each of these must feed one token (tokens == batch == rows).
 
     Returns: the tensors of DECODER_INPUTS and SAMPLER_INPUTS, contiguous, and {"tokens", "batch", "max_blocks"}.
     """
     blocks = round_up_to_power_of_two(max(len(s.pages) for s, _ in items), max_blocks)
-    columns: dict[str, list[int] | list[float]] = {name: [] for name in _DTYPES}
+    columns: dict[str, list[Any]] = {name: [] for name in _DTYPES}
     columns["query_start"] = [0]
     for sequence, count in items:
         _append(columns, sequence, count, page_size, blocks)
@@ -45,7 +46,7 @@ def build_inputs(
     return tensors, {"tokens": len(columns["input_ids"]), "batch": batch, "max_blocks": blocks}
 
 
-def _append(columns: dict[str, list], sequence: Sequence, count: int, page_size: int, blocks: int) -> None:
+def _append(columns: dict[str, list[Any]], sequence: Sequence, count: int, page_size: int, blocks: int) -> None:
     begin, end = sequence.cached, sequence.cached + count
     pages, params = sequence.pages, sequence.params
     columns["input_ids"] += sequence.tokens[begin:end]
@@ -61,7 +62,7 @@ def _append(columns: dict[str, list], sequence: Sequence, count: int, page_size:
     columns["sample_positions"].append(end)
 
 
-def _append_empty(columns: dict[str, list], count: int, blocks: int) -> None:
+def _append_empty(columns: dict[str, list[Any]], count: int, blocks: int) -> None:
     fill = {"slot_mapping": -1, "top_p": 1.0, "query_start": columns["query_start"][-1]}
     for name, column in columns.items():
         column += [fill.get(name, 0)] * (count * blocks if name == "block_table" else count)

@@ -327,7 +327,7 @@ class GpuExecutor:
     def _bind_fallback(self, launch: Launch, sizes: Evaluation, pointers: Mapping[str, int]) -> Callable[[], None]:
         """Run a launch that has no kernel on the host: buffers go over, what was written comes back."""
         call = bind_call(launch)
-        views = {name: launch.inputs[name] for _, name in call.slots}
+        views = {name: view for name, view in launch.inputs.items() if view is not None}
         written = {v.buffer for v in launch.outputs} | {views[name].buffer for name in call.mutated}
         involved = {v.buffer for v in (*views.values(), *launch.outputs)}
         places = {

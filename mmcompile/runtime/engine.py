@@ -302,12 +302,16 @@ class Engine:
         return last
 
     def _chunks(self, sequence: Sequence, phase: str) -> Iterator[tuple[int, Tensor]]:
-        """Run a phase over a sequence in chunks: (tokens fed, logits). ``cached`` advances after each is consumed."""
+        """Run a phase over a sequence in chunks: (tokens fed, its first output, the logits).
+
+        ``cached`` advances when the next chunk is asked for.
+        """
+        logits = self._plan.phases[phase].outputs[0]
         if not self._scheduler.grow(sequence):
             raise self._out_of_pages()
         while sequence.pending:
             count = min(sequence.pending, self._plan.symbols["tokens"])
-            yield count, self._run(phase, [(sequence, count)], ("logits",))["logits"]
+            yield count, self._run(phase, [(sequence, count)], (logits,))[logits]
             sequence.cached += count
 
     # Shared.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -17,11 +18,18 @@ from mmcompile.runtime.engine import Engine, Limits, decoder_limits
 from mmcompile.runtime.executor import Executor
 from mmcompile.runtime.memory import choose_pages, cpu_budget, gpu_budget
 from mmcompile.runtime.module import ModuleEngine
-from mmcompile.runtime.selection import DeviceKind, Selection, describe_targets, device_kind, select_target
+from mmcompile.runtime.selection import (
+    DeviceKind,
+    Selection,
+    describe_targets,
+    device_kind,
+    require_target,
+    select_target,
+)
 
 DeviceName = Literal["auto", "cpu", "cuda", "hip"]
 DEVICES = ("auto", "cpu", "cuda", "hip")
-_DRIVERS = {"cuda": CudaDriver, "hip": HipDriver}
+_DRIVERS: dict[str, Callable[[], Driver]] = {"cuda": CudaDriver, "hip": HipDriver}
 
 
 def load(
@@ -63,9 +71,10 @@ def load(
 
 def _select(manifest: Manifest, device: DeviceName, target: str | None) -> tuple[Selection, Driver | None]:
     """Target and driver for a device; "auto" tries GPUs that the artifact has targets for, then the CPU."""
+    require_target(manifest, target)
     if device != "auto":
         return _select_on(manifest, device, target)
-    entries = manifest.targets.values() if target not in manifest.targets else [manifest.targets[target]]
+    entries = list(manifest.targets.values()) if target is None else [manifest.targets[target]]
     reasons: list[str] = []
     kinds: tuple[DeviceKind, ...] = ("cuda", "hip", "cpu")
     for kind in kinds:
@@ -75,8 +84,6 @@ def _select(manifest: Manifest, device: DeviceName, target: str | None) -> tuple
             return _select_on(manifest, kind, target)
         except (ToolchainError, ArtifactError) as error:
             reasons.append(error.what)
-    if not reasons:
-        return _select_on(manifest, "cpu", target)
     raise ArtifactError(
         f"the artifact cannot run here: it holds {describe_targets(manifest)}; {'; '.join(reasons)}",
         fix="build it again with the target of this machine, e.g. cpu",

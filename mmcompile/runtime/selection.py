@@ -69,7 +69,7 @@ def select_target(manifest: Manifest, kind: DeviceKind, device: str, target: str
 
     Raises ArtifactError, saying what the artifact holds and how to build for this device, if nothing fits.
     """
-    _require_target(manifest, target)
+    require_target(manifest, target)
     found: list[tuple[tuple[bool, bool, str], Selection]] = []
     for name in sorted(manifest.targets) if target is None else [target]:
         entry = manifest.targets[name]
@@ -92,7 +92,8 @@ def _fitting(name: str, architectures: Iterable[str], device: str) -> list[tuple
     return [(_preference(a, match), Selection(name, a, match)) for a, match in matches if match is not None]
 
 
-def _require_target(manifest: Manifest, target: str | None) -> None:
+def require_target(manifest: Manifest, target: str | None) -> None:
+    """ArtifactError if a target is named that the artifact does not hold."""
     if target is not None and target not in manifest.targets:
         raise ArtifactError(
             f"the artifact has no target {target!r}; it holds {describe_targets(manifest)}",
