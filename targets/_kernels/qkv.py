@@ -80,7 +80,7 @@ def tile_qkv(tile, x, weight, scale, global_scale, bias, q_weight, k_weight, pos
     pair = tl.arange(0, BLOCK_N // 2)
     token = tl.arange(0, 16).to(tl.int64)
     active = token < tokens
-    rotated = (pair < HALF)[None, :] & (is_q | is_k)
+    rotated = (pair < tl.where(tile < HEADS + KV_HEADS, HALF, 0))[None, :]
     table = cos_sin + tl.load(positions + token, mask=active, other=0).to(tl.int64)[:, None] * COS_STRIDE + pair
     mask = active[:, None] & rotated
     cos = tl.load(table, mask=mask, other=0.0).to(value.dtype)
