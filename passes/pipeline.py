@@ -40,16 +40,34 @@ def rule_folder(phase: str, folder: str) -> list[Pass]:
     return [rule_file(phase, folder, n) for n in sorted(with_rules, key=lambda n: (-size(n), n))]
 
 
-def list_passes(kind: str = "decoder", quantization: str = "none") -> list[Pass]:
-    """The pipeline: ``kind`` "decoder" or "module" (no KV cache), ``quantization`` a file of passes/quant."""
+def list_passes(kind: str = "decoder", quantization: str = "none", *, stored: bool = False) -> list[Pass]:
+    """The pipeline.
+
+    ``kind``: "decoder", or "module" (no positions, no KV cache). ``quantization``: "none" or a file of passes/quant.
+    ``stored``: the checkpoint holds NVFP4 weights, which are taken over whatever ``quantization`` says.
+    """
     decoder = kind == "decoder"
+    scheme = "nvfp4" if quantization == "none" and stored else quantization
+    clean, standardise, layout = "passes.clean", "passes.standardise", "passes.layout"
     return [
-        *([whole_graph("standardise", "passes.standardise", "insert_paged_cache")] if decoder else []),
-        *([whole_graph("standardise", "passes.standardise", "gather_last_token")] if decoder else []),
-        *([] if quantization == "none" else [whole_graph("quantize", "passes.quant", quantization)]),
+        whole_graph("clean", clean, "drop_no_ops"),
+        whole_graph("clean", clean, "fold_literals"),
+        whole_graph("clean", clean, "merge_common"),
+        whole_graph("standardise", standardise, "match_linear"),
+        rule_file("standardise", standardise, "match_embedding"),
+        whole_graph("standardise", standardise, "match_rms_norm"),
+        *([whole_graph("standardise", standardise, "match_rope")] if decoder else []),
+        *([whole_graph("standardise", standardise, "match_attention")] if decoder else []),
+        whole_graph("standardise", standardise, "match_swiglu"),
+        *([whole_graph("standardise", standardise, "flatten_batch")] if decoder else []),
+        whole_graph("standardise", clean, "cancel_views"),
+        *([whole_graph("standardise", standardise, "insert_paged_cache")] if decoder else []),
+        *([whole_graph("standardise", standardise, "gather_last_token")] if decoder else []),
+        *([] if scheme == "none" else [whole_graph("quantize", "passes.quant", scheme)]),
         whole_graph("fuse", "passes.fusion", "merge_linears"),
         *rule_folder("fuse", "passes.fusion"),
-        whole_graph("layout", "passes.layout", "fold_constants"),
+        whole_graph("layout", layout, "fold_constants"),
+        *([whole_graph("layout", layout, "append_sampler")] if decoder else []),
     ]
 
 
@@ -60,3 +78,10 @@ def list_decode_passes() -> list[Pass]:
         rule_file("decode", "passes.fusion", "add_rms_norm"),
         *rule_folder("decode", "passes.decode"),
     ]
+
+
+def list_rules() -> list[str]:
+    """Names of all rewrite rules, for --require."""
+    folders = ("passes.standardise", "passes.fusion", "passes.decode")
+    modules = [load_module(folder, name) for folder in folders for name in list_names(folder)]
+    return sorted(rule.name for module in modules for rule in getattr(module, "RULES", ()))

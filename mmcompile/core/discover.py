@@ -10,7 +10,7 @@ from mmcompile.core.errors import unknown_name
 
 
 def list_names(folder: str) -> list[str]:
-    """Return the public module names of ``mmcompile.<folder>`` (dots for sub-folders), sorted."""
+    """Return the public module names of ``mmcompile.<folder>``, sorted; ``folder`` may be dotted: "passes.quant"."""
     package = import_module(f"mmcompile.{folder}")
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 

@@ -81,5 +81,5 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "")
     """Build the error for a name that is in no registry, with the closest known name."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    fix = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
-    return UsageError(f"unknown {kind} {name!r}", where=where, fix=fix.rstrip("?") if not close else fix[:-1])
+    fix = f"did you mean {close[0]!r}" if close else f"known: {', '.join(names) or 'none'}"
+    return UsageError(f"unknown {kind} {name!r}", where=where, fix=fix)

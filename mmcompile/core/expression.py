@@ -18,12 +18,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_FUNCTIONS: dict[str, Callable[..., int]] = {
+# The capitalised names are how sympy prints its own functions.
+_EXTREMES: dict[str, Callable[..., int]] = {"min": min, "max": max, "Min": min, "Max": max}
+_DIVISIONS: dict[str, Callable[[int, int], int]] = {
     "cdiv": lambda a, b: -(-a // b),
-    "min": min,
-    "max": max,
-    "Max": max,
-    "Min": min,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
 }
 
 
@@ -31,21 +31,24 @@ _FUNCTIONS: dict[str, Callable[..., int]] = {
 def _parse(text: str) -> ast.expr:
     try:
         return ast.parse(text, mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError):
         raise ArtifactError(f"{text!r} is not an integer expression", fix="rebuild the artifact") from None
 
 
 def _walk(node: ast.expr, symbols: Mapping[str, int], text: str) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in symbols:
-        return symbols[node.id]
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_walk(node.left, symbols, text), _walk(node.right, symbols, text))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_walk(node.operand, symbols, text)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        return _FUNCTIONS[node.func.id](*(_walk(a, symbols, text) for a in node.args))
+    match node:
+        case ast.Constant(value=value) if type(value) is int:
+            return value
+        case ast.Name(id=name) if name in symbols:
+            return symbols[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_walk(operand, symbols, text)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_walk(left, symbols, text), _walk(right, symbols, text))
+        case ast.Call(func=ast.Name(id=name), args=[left, right], keywords=[]) if name in _DIVISIONS:
+            return _DIVISIONS[name](_walk(left, symbols, text), _walk(right, symbols, text))
+        case ast.Call(func=ast.Name(id=name), args=[_, _, *_] as values, keywords=[]) if name in _EXTREMES:
+            return _EXTREMES[name](_walk(value, symbols, text) for value in values)
     raise ArtifactError(
         f"cannot evaluate {ast.unparse(node)!r} in the expression {text!r}",
         fix=f"use integers, + - * // %, cdiv, min, max and the symbols {', '.join(sorted(symbols)) or '(none)'}",
@@ -53,8 +56,17 @@ def _walk(node: ast.expr, symbols: Mapping[str, int], text: str) -> int:
 
 
 def evaluate(expression: Expression, symbols: Mapping[str, int]) -> int:
-    """Value of an expression for the given symbols; ArtifactError on anything but the integer forms above."""
-    return expression if isinstance(expression, int) else _walk(_parse(expression), symbols, expression)
+    """Value of an expression for the given symbols.
+
+    Raises ArtifactError for anything but the integer forms above, an unknown symbol or a division by zero.
+    """
+    if isinstance(expression, int):
+        return expression
+    try:
+        return _walk(_parse(expression), symbols, expression)
+    except ZeroDivisionError:
+        known = ", ".join(f"{name}={value}" for name, value in sorted(symbols.items()))
+        raise ArtifactError(f"the expression {expression!r} divides by zero", where=known) from None
 
 
 def evaluate_shape(shape: tuple[Expression, ...], symbols: Mapping[str, int]) -> tuple[int, ...]:
@@ -67,7 +79,7 @@ def find_symbols(expression: Expression) -> set[str]:
     if isinstance(expression, int):
         return set()
     names = {n.id for n in ast.walk(_parse(expression)) if isinstance(n, ast.Name)}
-    return names - set(_FUNCTIONS)
+    return names - set(_EXTREMES) - set(_DIVISIONS)
 
 
 def multiply(*factors: Expression) -> Expression:

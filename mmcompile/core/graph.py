@@ -144,6 +144,15 @@ def is_pure(node: fx.Node) -> bool:
     return not (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
 
 
+def written_inputs(node: fx.Node) -> set[fx.Node]:
+    """The input nodes whose tensors a call writes, by the mutation annotations of its schema."""
+    if is_pure(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return set()
+    arguments = full_arguments(node)
+    written = {p.name for p in node.target._schema.arguments if p.alias_info is not None and p.alias_info.is_write}
+    return {arguments[name] for name in written if isinstance(arguments[name], fx.Node)}
+
+
 def depends_only_on_weights(graph_module: fx.GraphModule) -> set[fx.Node]:
     """Nodes whose value is fixed by get_attr constants alone (weights and what is computed from them)."""
     constant: set[fx.Node] = set()

@@ -39,8 +39,8 @@ class Bindings:
         return Bindings(dict(self.values))
 
     def calls(self) -> list[fx.Node]:
-        """The matched model nodes that are calls (what a replacement removes)."""
-        return [v for k, v in self.values.items() if k.op == "call_function"]
+        """The matched model nodes that are calls (what a replacement removes), each once."""
+        return list(dict.fromkeys(v for k, v in self.values.items() if k.op == "call_function"))
 
 
 class Matcher:
@@ -109,7 +109,7 @@ class Matcher:
     ) -> Bindings | None:
         if wanted in bindings.values:
             bound = bindings.values[wanted]
-            same = bound is given if isinstance(bound, fx.Node) else bound == given
+            same = bound is given if isinstance(bound, fx.Node) else type(bound) is type(given) and bound == given
             if not same and owner is not None:
                 self._fail(bindings, owner, f"{wanted.name} is {bound} in one place and {given} in another")
             return bindings if same else None
@@ -128,7 +128,7 @@ class Matcher:
     def _match_arguments(self, wanted: fx.Node, given: fx.Node, bindings: Bindings) -> Bindings | None:
         want, have = full_arguments(wanted), full_arguments(given)
         orders = [list(want)]
-        if wanted.target in COMMUTATIVE:
+        if wanted.target in COMMUTATIVE and want.get("alpha", 1) == 1:
             first, second, *rest = want
             orders.append([second, first, *rest])
         for order in orders:

@@ -79,7 +79,8 @@ class Pass:
     """A named step of the pipeline.
 
     ``effect`` is what it may do to numbers: "bitwise" (nothing), "bounded" (rounding), "quantizing" (judged by the
-    signal-to-noise ratio), "last_token" (bounded, and only the last row of a result remains).
+    signal-to-noise ratio), "last_token" (bounded, and only the last row of a result remains), "drop_batch" (bitwise,
+    and a leading dimension of 1 is gone).
     """
 
     name: str

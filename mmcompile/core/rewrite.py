@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from mmcompile.core.errors import LoweringError
-from mmcompile.core.graph import infer_meta, operation_name, source_of
+from mmcompile.core.graph import infer_meta, operation_name, source_of, written_inputs
 from mmcompile.core.match import Bindings, Matcher
 from mmcompile.core.passes import Match, NearMiss, PassResult
 
@@ -54,10 +54,11 @@ def check_coverage(rule: Rewrite) -> None:
     """Prove that no attribute is lost: every pattern parameter is read by the replacement or declared irrelevant.
 
     Literals inside a pattern are compared exactly, defaults included, so a parameter is the only way for a value to
-    vary; one that the replacement does not read would be dropped silently. Raises LoweringError.
+    vary; one that the replacement does not read would be dropped silently. Both sides must write the same tensors,
+    and every call of the pattern must lead to a root, since matching starts there. Raises LoweringError.
     """
     pattern, replacement = rule.traced
-    known = {n.target for n in pattern.graph.nodes if n.op == "placeholder"}
+    known = {n.target for n in pattern.graph.nodes if n.op == "placeholder" and n.users}
     read = {n.target for n in replacement.graph.nodes if n.op == "placeholder" and n.users}
     declared = {name for name, reason in rule.irrelevant if reason}
     where = f"{inspect.getsourcefile(rule.pattern)}: rule {rule.name}"
@@ -72,6 +73,17 @@ def check_coverage(rule: Rewrite) -> None:
             where=where,
             fix="pass it on or list it under irrelevant with a reason",
         )
+    idle = [n.name for n in pattern.graph.nodes if n.op == "call_function" and not n.users]
+    if idle:
+        raise LoweringError(f"the pattern computes {', '.join(idle)} for no root", where=where, fix="return it as a root")
+    before, after = _written_names(pattern), _written_names(replacement)
+    if before != after:
+        raise LoweringError(f"the pattern writes {before or 'nothing'}, the replacement {after or 'nothing'}", where=where)
+
+
+def _written_names(traced: fx.GraphModule) -> list[str]:
+    """Parameters of a pattern or replacement that its calls write."""
+    return sorted({str(w.target) for n in traced.graph.nodes for w in written_inputs(n)})
 
 
 def apply_rules(graph_module: fx.GraphModule, rules: Sequence[Rewrite]) -> PassResult:
@@ -129,6 +141,9 @@ def _replace(
     before = max(place + 1, min(order[r] for r in roots))
     if before > first_use:
         return "an input of the fused operation is computed after the first use of its result"
+    conflict = _find_conflict(list(order), bindings.calls(), before)
+    if conflict is not None:
+        return f"it would move a write past {conflict.name}, which uses the same tensor"
     anchor = list(order)[before]
     made = _copy_replacement(graph, rule.traced[1], values, anchor)
     new = made[0] if isinstance(made[0], tuple) else (made[0],)
@@ -145,6 +160,18 @@ def _replace(
             graph.erase_node(node)
     names = tuple(n.name for n in made[1] if n.op == "call_function")
     result.matches.append(Match(rule.name, tuple(n.name for n in bindings.calls()), names, source))
+    return None
+
+
+def _find_conflict(nodes: list[fx.Node], matched: list[fx.Node], place: int) -> fx.Node | None:
+    """A node outside the match, between a matched write and ``place``, that reads or writes the same tensor."""
+    for writer in matched:
+        written = written_inputs(writer)
+        if written:
+            low, high = sorted((nodes.index(writer), place))
+            for other in nodes[low:high]:
+                if other not in matched and not written.isdisjoint(other.all_input_nodes):
+                    return other
     return None
 
 

@@ -48,6 +48,11 @@ def make_decoder_inputs(graph_module: fx.GraphModule, seed: int) -> dict[str, to
         "block_table": order[None, :],
         "seq_lens": torch.tensor([TOKENS]),
         "query_start": torch.tensor([0, TOKENS]),
+        "temperature": torch.zeros(1),
+        "top_k": torch.zeros(1),
+        "top_p": torch.ones(1),
+        "seed": torch.tensor([seed]),
+        "sample_positions": torch.tensor([TOKENS]),
     }
     inputs: dict[str, torch.Tensor] = {}
     for name, value in placeholders.items():

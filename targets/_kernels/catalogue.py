@@ -14,9 +14,10 @@ from mmcompile.targets._kernels import (
     rope,
     sampling,
     swiglu,
+    two_step,
 )
 
-_MODULES = (norm, linear, linear_nvfp4, qkv, attention, rope, embedding, sampling, swiglu)
+_MODULES = (norm, linear, linear_nvfp4, qkv, attention, rope, embedding, sampling, swiglu, two_step)
 
 
 def list_kernels(spec: TargetSpec) -> tuple[KernelTemplate, ...]:

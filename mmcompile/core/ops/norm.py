@@ -29,7 +29,7 @@ def rms_norm(
         round_before_scale: True where the normalised value is rounded to ``x.dtype`` before the multiplication by the
             weight (transformers' Llama), False where the whole is computed in fp32 and rounded once (Gemma).
 
-    Returns: [..., n] in x's dtype (promoted with the weight's when rounding before the scale).
+    Returns: [..., n] in x's dtype.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

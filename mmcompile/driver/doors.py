@@ -1,0 +1,60 @@
+"""The doors: what the user names becomes a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mmcompile.capture.checkpoint import open_checkpoint
+from mmcompile.capture.decoder import capture_decoder, capture_gguf, capture_huggingface
+from mmcompile.capture.export import Captured
+from mmcompile.capture.module import capture_file
+from mmcompile.core.discover import list_names, load_module
+from mmcompile.core.errors import CheckpointError, unknown_name
+from mmcompile.driver.options import BuildOptions
+
+
+def list_models() -> dict[str, ModuleType]:
+    """Every configuration name of every file in models/, with its module."""
+    modules = [load_module("models", name) for name in list_names("models")]
+    return {config: module for module in modules for config in module.MODELS}
+
+
+def open_door(model: str, options: BuildOptions) -> Captured:
+    """Capture ``model``.
+
+    A name in models/; ``file.py:factory``; a ``.gguf`` file; a Hugging Face directory or its config.json.
+    Raises UsageError with the closest name if it is none of these.
+    """
+    dtype = getattr(torch, options.dtype)
+    rest: dict[str, Any] = {"dtype": dtype, "weights": options.weights, "seed": options.seed}
+    named = list_models()
+    if model in named:
+        return _capture_named(model, named[model], options)
+    path = Path(model)
+    if ".py:" in model:
+        return capture_file(model, seed=options.seed)
+    if path.suffix == ".gguf" and path.is_file():
+        return capture_gguf(path, attention=options.attention, **rest)
+    if path.is_dir() or (path.is_file() and path.name.endswith(".json")):
+        return capture_huggingface(path, attention=options.attention, **rest)
+    raise unknown_name("model", model, named, where="a model is a name, a directory, a .gguf file or file.py:factory")
+
+
+def _capture_named(name: str, module: ModuleType, options: BuildOptions) -> Captured:
+    config = module.MODELS[name]
+    build: Callable[[], torch.nn.Module] = lambda: module.build(config)  # noqa: E731
+    found = module.find_weights(name)
+    if found is None and options.weights == "real":
+        raise CheckpointError(f"there are no weights for {name!r} on this machine", fix=module.WEIGHTS_ADVICE)
+    checkpoint = open_checkpoint(found) if found is not None and options.weights in ("auto", "real") else None
+    captured = capture_decoder(
+        build, dtype=getattr(torch, options.dtype), max_positions=config.max_positions, checkpoint=checkpoint,
+        weights=options.weights, seed=options.seed, source=name,
+    )  # fmt: skip
+    captured.config |= {"vocab_size": config.vocab_size, "eos_token_ids": list(config.eos_token_ids)}
+    return captured
