@@ -91,8 +91,8 @@ def test_a_cut_off_character_appears_at_the_flush(codec: TextCodec) -> None:
 
 def test_chat(codec: TextCodec) -> None:
     messages = [{"role": "user", "content": "<hi> & 'you'"}]
-    assert codec.render_chat(messages) == "<s>\n<user><hi> & 'you'</user>\n<assistant>"
-    assert codec.render_chat(messages, add_generation_prompt=False) == "<s>\n<user><hi> & 'you'</user>\n"
+    assert codec.render_chat(messages) == "<s><user><hi> & 'you'</user>\n<assistant>"
+    assert codec.render_chat(messages, add_generation_prompt=False) == "<s><user><hi> & 'you'</user>\n"
     with pytest.raises(RequestError, match="no role tool"):
         codec.render_chat([{"role": "tool", "content": ""}])
 
