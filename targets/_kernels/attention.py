@@ -274,7 +274,7 @@ def _emit_split(call: OpCall, splits: int) -> KernelSource:
         name=kernel_name("paged_attention_decode", *_name_parts(call), f"split{splits}"),
         title="Paged attention, decode: one chunk of keys of one sequence and KV head.",
         tiles=[tile_decode_split], constants=constants, parameters=parameters, body=body,
-        grid=("batch", str(kv_heads), str(splits)), num_warps=4, num_stages=3,
+        grid=(str(q.shape[0]), str(kv_heads), str(splits)), num_warps=4, num_stages=3,
     )
 
 
@@ -292,7 +292,7 @@ def _emit_combine(call: OpCall, splits: int) -> KernelSource:
         name=kernel_name("paged_attention_combine", short_dtype(q.dtype), f"{heads}x{head_dim}",
         f"split{splits}"), title="Paged attention, decode: merge the chunks of one sequence and head.",
         tiles=[tile_combine_splits], constants=constants, parameters=parameters, body=body,
-        grid=("batch", str(heads), "1"), num_warps=1,
+        grid=(str(q.shape[0]), str(heads), "1"), num_warps=1,
     )
 
 
@@ -303,8 +303,8 @@ def _emit_decode(call: OpCall, spec: TargetSpec, architecture: Architecture) -> 
 
 def _decode_scratch(call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
     q, splits = need(call, "q"), count_splits(call, spec)
-    return (Scratch("partial", ("batch", q.shape[1], splits, q.shape[2]), "float32"),
-            Scratch("stats", ("batch", q.shape[1], splits, 2), "float32"))
+    rows = (q.shape[0], q.shape[1], splits)
+    return Scratch("partial", (*rows, q.shape[2]), "float32"), Scratch("stats", (*rows, 2), "float32")
 
 
 def _emit_decode_single(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource,
@@ -329,7 +329,7 @@ def _emit_prefill(call: OpCall, spec: TargetSpec, architecture: Architecture) ->
         name=kernel_name("paged_attention_prefill", *_name_parts(call)),
         title="Paged attention, prefill: one block of new tokens of one sequence, one head.",
         tiles=[tile_prefill], constants=constants, parameters=parameters, body=body,
-        grid=(f"cdiv(tokens, {query_block}) + batch", str(heads), "1"), num_warps=4, num_stages=2,
+        grid=(f"cdiv({q.shape[0]}, {query_block}) + batch", str(heads), "1"), num_warps=4, num_stages=2,
     ),)
 
 

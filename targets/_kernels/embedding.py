@@ -108,7 +108,7 @@ def _refuse_gather(call: OpCall, spec: TargetSpec, architecture: Architecture) -
 
 def _emit_gather(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
     width = math.prod(int(n) for n in need(call, "x").shape[1:])
-    return _emit_rows(call, tile_gather_last, "x", "query_start", width, "batch",
+    return _emit_rows(call, tile_gather_last, "x", "query_start", width, str(call.results[0].shape[0]),
                       "Gather the row of the last new token of every sequence.")
 
 

@@ -31,6 +31,12 @@ def order_key(values):
 
 
 @triton.jit
+def order_value(key):
+    """The fp32 value behind a key of ``order_key``."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def pack_candidates(values, index):
     """int64 whose maximum is the largest value, and of equal ones the lowest index."""
     return (order_key(values).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
@@ -53,38 +59,31 @@ def tile_argmax_chunk(row, chunk, logits, candidates, STRIDE: tl.constexpr, VOCA
 
 
 @triton.jit
-def load_scores(row_logits, temperature, start, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits divided by the temperature of one block of the vocabulary, fp32; -inf past its end."""
-    index = start + tl.arange(0, BLOCK)
-    values = tl.load(row_logits + index, mask=index < VOCABULARY, other=float("-inf"))
-    return tl.div_rn(values.to(tl.float32), tl.full([BLOCK], 0.0, tl.float32) + temperature), index
-
-
-@triton.jit
-def measure_kept(row_logits, temperature, threshold, anchor, MASS: tl.constexpr, VOCABULARY: tl.constexpr,
+def measure_kept(row_logits, threshold, top, sharpness, MASS: tl.constexpr, VOCABULARY: tl.constexpr,
                  BLOCK: tl.constexpr):
-    """Softmax mass relative to ``anchor``, or count, of the scores whose key is >= ``threshold``; fp32."""
+    """Count, or sum of ``exp2((logit - top) * sharpness)``, of the logits whose key is >= ``threshold``; fp32."""
     kept = tl.zeros([BLOCK], tl.float32)
     for start in range(0, VOCABULARY, BLOCK):
-        scores, index = load_scores(row_logits, temperature, start, VOCABULARY, BLOCK)
-        weight = tl.exp(scores - anchor) if MASS else 1.0
-        kept += tl.where((order_key(scores) >= threshold) & (index < VOCABULARY), weight, 0.0)
+        index = start + tl.arange(0, BLOCK)
+        values = tl.load(row_logits + index, mask=index < VOCABULARY, other=float("-inf")).to(tl.float32)
+        weight = tl.exp2((values - top) * sharpness) if MASS else 1.0
+        kept += tl.where((order_key(values) >= threshold) & (index < VOCABULARY), weight, 0.0)
     return tl.sum(kept, axis=0)
 
 
 @triton.jit
-def find_threshold(row_logits, temperature, floor, anchor, wanted, MASS: tl.constexpr, VOCABULARY: tl.constexpr,
+def find_threshold(row_logits, floor, top, sharpness, wanted, MASS: tl.constexpr, VOCABULARY: tl.constexpr,
                    BLOCK: tl.constexpr):
-    """Largest int32 key t such that the scores with a key >= max(t, floor) still measure ``wanted``; bit by bit.
+    """Largest int32 key t such that the logits with a key >= max(t, floor) still measure ``wanted``, bit by bit.
 
-    The lowest key, which keeps everything from ``floor`` on, if none does.
+    It is the key of a logit, or the lowest int32, which keeps everything from ``floor`` on, if none reaches that.
     """
     threshold = tl.full([], -0x80000000, tl.int64)
     step = tl.full([], 0x80000000, tl.int64)
     for _ in range(32):
         candidate = threshold + step
         limit = tl.maximum(candidate, floor.to(tl.int64)).to(tl.int32)
-        reached = measure_kept(row_logits, temperature, limit, anchor, MASS, VOCABULARY, BLOCK) >= wanted
+        reached = measure_kept(row_logits, limit, top, sharpness, MASS, VOCABULARY, BLOCK) >= wanted
         threshold = tl.where(reached, candidate, threshold)
         step = step >> 1
     return threshold.to(tl.int32)
@@ -100,14 +99,17 @@ def uniform_noise(seed, position, lane):
 
 @triton.jit
 def draw_token(row_logits, temperature, threshold, seed, position, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
-    """Gumbel-max draw among the scores whose key is >= ``threshold``; returns the packed candidate."""
+    """Gumbel-max draw among the scores (logit over temperature) >= ``threshold``; returns the packed candidate."""
     best = tl.full([BLOCK], -0x8000000000000000, tl.int64)
+    heat = tl.zeros([BLOCK], tl.float32) + temperature
     for start in range(0, VOCABULARY, BLOCK):
-        scores, index = load_scores(row_logits, temperature, start, VOCABULARY, BLOCK)
+        index = start + tl.arange(0, BLOCK)
+        inside = index < VOCABULARY
+        values = tl.load(row_logits + index, mask=inside, other=float("-inf")).to(tl.float32)
+        scores = tl.div_rn(values, heat)
         noisy = scores - tl.log(-tl.log(uniform_noise(seed, position, index)))
-        kept = (order_key(scores) >= threshold) & (index < VOCABULARY)
-        noisy = tl.where(kept, noisy, float("-inf"))
-        best = tl.maximum(best, pack_candidates(noisy, tl.where(index < VOCABULARY, index, 0x7FFFFFFF)))
+        noisy = tl.where(scores >= threshold, noisy, float("-inf"))
+        best = tl.maximum(best, pack_candidates(noisy, tl.where(inside, index, 0x7FFFFFFF)))
     return tl.max(best, axis=0)
 
 
@@ -117,7 +119,8 @@ def tile_choose_token(row, logits, candidates, temperature, top_k, top_p, seed, 
                       CHUNKS_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
     """The token of one row: the best candidate if its temperature is 0, else a draw after top-k and top-p.
 
-    Thresholds are exact: they are found on the integer order of the scores, ties included.
+    Thresholds are found on the integer order of the logits, so they are exact, ties included; dividing by the
+    temperature keeps the order.
     """
     chunk = tl.arange(0, CHUNKS_BLOCK)
     packed = tl.load(candidates + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=-0x8000000000000000)
@@ -125,17 +128,19 @@ def tile_choose_token(row, logits, candidates, temperature, top_k, top_p, seed, 
     heat = tl.load(temperature + row)
     if heat > 0.0:
         row_logits = logits + row.to(tl.int64) * STRIDE
-        top = tl.div_rn(tl.load(row_logits + unpack_index(best)).to(tl.float32), heat)
-        threshold = tl.full([], -0x80000000, tl.int64).to(tl.int32)
+        top = tl.load(row_logits + unpack_index(best)).to(tl.float32)
+        sharpness = 1.4426950408889634 / heat
+        lowest = tl.full([], -0x80000000, tl.int64).to(tl.int32)
+        key = lowest
         count = tl.minimum(tl.load(top_k + row), VOCABULARY)
         if count > 0:
-            threshold = find_threshold(row_logits, heat, threshold, top, count.to(tl.float32), False, VOCABULARY,
-                                       BLOCK)
+            key = find_threshold(row_logits, key, top, sharpness, count.to(tl.float32), False, VOCABULARY, BLOCK)
         mass = tl.load(top_p + row)
         if mass < 1.0:
-            mass *= measure_kept(row_logits, heat, threshold, top, True, VOCABULARY, BLOCK)
-            nucleus = find_threshold(row_logits, heat, threshold, top, mass, True, VOCABULARY, BLOCK)
-            threshold = tl.maximum(threshold, tl.minimum(nucleus, order_key(top)))
+            mass *= measure_kept(row_logits, key, top, sharpness, True, VOCABULARY, BLOCK)
+            nucleus = find_threshold(row_logits, key, top, sharpness, mass, True, VOCABULARY, BLOCK)
+            key = tl.maximum(key, tl.minimum(nucleus, order_key(top)))
+        threshold = tl.where(key == lowest, float("-inf"), tl.div_rn(order_value(key), heat))
         best = draw_token(row_logits, heat, threshold, tl.load(seed + row), tl.load(positions + row), VOCABULARY,
                           BLOCK)
     tl.store(result + row, unpack_index(best))
@@ -188,7 +193,7 @@ def _emit(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[K
         parameters=[pointer("logits", logits), candidates, *settings, pointer("result", call.results[0])],
         body=f"tile_choose_token(tl.program_id(0), logits, candidates, {', '.join(_DTYPES)}, result,\n"
              "                  STRIDE, VOCABULARY, CHUNKS, CHUNKS_BLOCK, BLOCK)",
-        grid=(rows, "1", "1"), num_warps=8,
+        grid=(rows, "1", "1"), num_warps=16,
     )
     return argmax, choose
 

@@ -78,22 +78,21 @@ def test_greedy_takes_the_lowest_index_of_a_tie(runner, dtype):
 ])
 def test_draws_equal_the_reference(runner, normal, case):
     logits = normal(4, 1000, dtype=torch.bfloat16, scale=2.0)
-    for position in range(2):
-        out, reference = run(runner, logits, positions=[position], **case)
-        assert out == reference
+    out, reference = run(runner, logits, positions=[3, 4, 5, 6], **case)
+    assert out == reference
 
 
 def test_ties_at_the_thresholds_are_kept(runner):
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 2.0, -5.0] * 20])
     drawn = set()
-    for position in range(9):
+    for position in range(7):
         out, reference = run(runner, logits, temperature=[1.0], top_k=[2], positions=[position])
         assert out == reference
         drawn.add(out[0])
-    assert all(token % 6 in (1, 2, 3) for token in drawn) and len(drawn) > 5
+    assert all(token % 6 in (1, 2, 3) for token in drawn) and len(drawn) > 4
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(width=st.integers(1, 70), levels=st.integers(1, 6), temperature=st.floats(0.1, 3.0), top_k=st.integers(0, 80),
        top_p=st.sampled_from([0.1, 0.5, 0.77, 1.0]), seed=st.integers(-(2**63), 2**63 - 1))
 def test_any_setting_gives_the_reference_token(runner, width, levels, temperature, top_k, top_p, seed):
