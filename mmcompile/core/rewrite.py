@@ -75,10 +75,12 @@ def check_coverage(rule: Rewrite) -> None:
         )
     idle = [n.name for n in pattern.graph.nodes if n.op == "call_function" and not n.users]
     if idle:
-        raise LoweringError(f"the pattern computes {', '.join(idle)} for no root", where=where, fix="return it as a root")
-    before, after = _written_names(pattern), _written_names(replacement)
+        raise LoweringError(
+            f"the pattern computes {', '.join(idle)} for nobody", where=where, fix="return it as a root"
+        )
+    before, after = (", ".join(_written_names(side)) or "nothing" for side in rule.traced)
     if before != after:
-        raise LoweringError(f"the pattern writes {before or 'nothing'}, the replacement {after or 'nothing'}", where=where)
+        raise LoweringError(f"the pattern writes {before}, the replacement {after}", where=where)
 
 
 def _written_names(traced: fx.GraphModule) -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,22 @@ import torch
 from torch import fx
 
 from mmcompile.core.errors import LoweringError, VerificationError
-from mmcompile.core.graph import operation_name, print_graph
+from mmcompile.core.graph import get_parameter, operation_name, print_graph
 from mmcompile.core.passes import Pass, PassContext, PassResult
 
 # A "bounded" pass may change results by at most this much of the largest magnitude, by the dtype of the result.
 BOUNDED = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+EXACT = ("bitwise", "drop_batch")
 MINIMUM_SNR_DB = 8.0
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Numerical evidence for one pass: what was compared and how far apart it was."""
+    """Numerical evidence for one pass: what was compared and how far apart it was.
+
+    ``max_error`` and ``scale`` (largest finite magnitude before the pass) are those of the tensor with the largest
+    ratio of the two; ``snr_db`` is the smallest of all tensors, None if they are all equal.
+    """
 
     kind: str
     max_error: float
@@ -121,7 +127,7 @@ def _run_one(
     check_structure(graph_module, item.name)
     seconds = time.perf_counter() - started
     certificate = None
-    if before is not None and make_inputs is not None and _changed(result, count_before, graph_module):
+    if before is not None and make_inputs is not None and _differ(before, graph_module):
         certificate = compare_graphs(before, graph_module, make_inputs, result.effect or item.effect, item.name, seed)
     return PassReport(
         index, item.name, item.phase, item.description, seconds, count_before, len(graph_module.graph.nodes),
@@ -129,8 +135,12 @@ def _run_one(
     )  # fmt: skip
 
 
-def _changed(result: PassResult, nodes_before: int, graph_module: fx.GraphModule) -> bool:
-    return bool(result.matches) or nodes_before != len(graph_module.graph.nodes)
+def _differ(before: fx.GraphModule, after: fx.GraphModule) -> bool:
+    """True if the graphs or the tensors behind their parameters differ, whatever the pass reports."""
+    if print_graph(before) != print_graph(after):
+        return True
+    names = [str(n.target) for n in after.graph.find_nodes(op="get_attr")]
+    return any(get_parameter(before, n) is not get_parameter(after, n) for n in names)
 
 
 def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -154,7 +164,9 @@ def eliminate_dead_code(graph_module: fx.GraphModule) -> None:
     )
     graph_module.recompile()
     used = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
-    for name in [n for n, _ in (*graph_module.named_parameters(), *graph_module.named_buffers()) if n not in used]:
+    parameters = graph_module.named_parameters(remove_duplicate=False)
+    buffers = graph_module.named_buffers(remove_duplicate=False)
+    for name in [n for n, _ in (*parameters, *buffers) if n not in used]:
         path, _, leaf = name.rpartition(".")
         owner = graph_module.get_submodule(path) if path else graph_module
         delattr(owner, leaf)
@@ -179,33 +191,48 @@ def compare_graphs(
     name: str,
     seed: int,
 ) -> Certificate:
-    """Run both graphs on inputs made from one seed and compare their results and the state they write."""
+    """Run both graphs on inputs made from one seed and compare their results and the state they write.
+
+    A pass may add results after the others. Integer results (chosen tokens) jump where logits are nearly equal, so
+    they are compared only if the pass declares itself bitwise.
+    """
     inputs_before, inputs_after = make_inputs(before, seed), make_inputs(after, seed)
     with torch.no_grad():
         want, have = flatten(before(*inputs_before.values())), flatten(after(*inputs_after.values()))
+    if len(have) < len(want):
+        raise VerificationError(f"pass {name} left {len(have)} of {len(want)} results")
     if effect == "last_token":
         want = [t[-1:] for t in want]
     elif effect == "drop_batch":
         want = [t[0] for t in want]
-    have = have[: len(want)]  # results may be added (the sampled token), never dropped
     # State that both graphs write (the KV cache) is compared like a result.
     shared = [n for n, t in inputs_before.items() if t.is_floating_point() and n in inputs_after]
-    want += [inputs_before[n] for n in shared]
-    have += [inputs_after[n] for n in shared]
-    worst, scale, noise, signal = 0.0, 0.0, 0.0, 0.0
-    for w, h in zip(want, have, strict=True):
+    pairs = [*zip(want, have, strict=False), *((inputs_before[n], inputs_after[n]) for n in shared)]
+    certificates = [Certificate(effect, 0.0, 0.0, None, len(pairs), seed)]
+    for w, h in pairs:
         if w.shape != h.shape or w.dtype != h.dtype:
             raise VerificationError(f"pass {name} changed a result from {w.shape} {w.dtype} to {h.shape} {h.dtype}")
-        a, b = w.double(), h.double()
-        difference = (a - b).abs()
-        worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
-        scale = max(scale, float(a.abs().max()) if a.numel() else 0.0)
-        noise, signal = noise + float(difference.square().sum()), signal + float(a.square().sum())
-    snr = None if noise == 0 else 10.0 * float(torch.log10(torch.tensor(signal / noise)))
-    certificate = Certificate(effect, worst, scale, snr, len(want), seed)
-    dtype = next((t.dtype for t in want if t.is_floating_point()), torch.float32)
-    check_certificate(certificate, dtype, name)
-    return certificate
+        if effect not in EXACT and not w.is_floating_point():
+            continue
+        certificates.append(Certificate(effect, *measure_difference(w, h), len(pairs), seed))
+        check_certificate(certificates[-1], w.dtype, name)
+    worst = max(reversed(certificates), key=lambda c: c.max_error / max(c.scale, 1e-30))
+    return replace(worst, snr_db=min((c.snr_db for c in certificates if c.snr_db is not None), default=None))
+
+
+def measure_difference(want: torch.Tensor, have: torch.Tensor) -> tuple[float, float, float | None]:
+    """Largest error, largest finite magnitude of ``want``, and signal-to-noise ratio in dB (None if equal).
+
+    Equal infinities and two NaN agree; a NaN or infinity on one side only is an infinite error.
+    """
+    a, b = want.double(), have.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, 0.0, a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    finite = torch.where(a.isfinite(), a, 0.0)
+    if bool(same.all()):
+        return 0.0, float(finite.abs().amax()) if a.numel() else 0.0, None
+    snr = 10.0 * torch.log10(finite.square().sum() / difference.square().sum())
+    return float(difference.amax()), float(finite.abs().amax()), float(snr)
 
 
 def check_certificate(certificate: Certificate, dtype: torch.dtype, name: str) -> None:
@@ -214,7 +241,7 @@ def check_certificate(certificate: Certificate, dtype: torch.dtype, name: str) -
         if certificate.snr_db is not None and certificate.snr_db < MINIMUM_SNR_DB:
             raise VerificationError(f"pass {name} leaves a signal-to-noise ratio of only {certificate.snr_db:.1f} dB")
         return
-    bound = 0.0 if certificate.kind in ("bitwise", "drop_batch") else BOUNDED.get(dtype, 0.0)
+    bound = 0.0 if certificate.kind in EXACT else BOUNDED.get(dtype, 0.0)
     if not certificate.max_error <= bound * max(certificate.scale, 1e-30):
         raise VerificationError(
             f"pass {name} declares itself {certificate.kind} but changed a result by {certificate.max_error:.3g} "
@@ -237,7 +264,7 @@ def check_required(reports: Sequence[PassReport], required: Sequence[str]) -> No
     matched = {m.rule for r in reports for m in r.result.matches} | {r.name for r in reports if r.result.matches}
     for name in required:
         if name not in matched:
-            misses = [n for r in reports for n in r.result.near_misses if n.rule == name]
+            misses = [n for r in reports for n in r.result.near_misses if name in (n.rule, r.name)]
             first = misses[0] if misses else None
             raise LoweringError(
                 f"the required rule {name} matched nowhere" + (f": {first.reason}" if first else ""),

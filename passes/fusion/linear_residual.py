@@ -1,4 +1,10 @@
-"""linear(x, w) + residual  ->  linear(x, w, residual=residual)     the sum that no norm follows, in the epilogue."""
+"""linear(x, w) + residual  ->  linear(x, w, residual=residual)     the sum in the epilogue of the layer.
+
+Where a norm follows, add_rms_norm could take the sum as well. The layer goes first (its pattern is larger, so the
+pipeline runs it earlier): its output would be written and read back once more, [tokens, hidden] each way, before the
+norm adds it, while in the epilogue only the sum is written; the number of launches is the same. add_rms_norm is left
+with the sums that no linear layer makes, such as the output of a mixture of experts.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -20,7 +20,7 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     constant = depends_only_on_weights(graph_module)
     values: dict[fx.Node, object] = {}
     left = {n: sum(u in constant for u in n.users) for n in constant}
-    taken: set[str] = set()
+    taken = {str(n.target) for n in graph.find_nodes(op="get_attr")}
     for node in [n for n in graph.nodes if n in constant]:
         readers = [u for u in node.users if u not in constant]
         if node.op != "get_attr":
@@ -47,7 +47,10 @@ def _value(graph_module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, ob
 
 
 def _name(node: fx.Node, reader: fx.Node, taken: set[str]) -> str:
-    """Merged module path and the operand it serves, such as layers.0.self_attn.q_proj_k_proj_v_proj.packed."""
+    """Merged module path and the operand it serves, such as layers.0.self_attn.q_proj_k_proj_v_proj.packed.
+
+    Parameters of the same module are merged by their own names: layers.0.gate_up_packed.
+    """
     sources: list[str] = []
     frontier = [node]
     while frontier:
@@ -55,14 +58,28 @@ def _name(node: fx.Node, reader: fx.Node, taken: set[str]) -> str:
         if item.op == "get_attr" and str(item.target) not in sources:
             sources.append(str(item.target))
         frontier.extend(item.all_input_nodes)
-    modules = [s.rpartition(".")[0] or s for s in sources]
-    folder = os.path.commonprefix([m.rpartition(".")[0] for m in modules])
-    leaves = "_".join(dict.fromkeys(m.rpartition(".")[2] for m in modules))
     operand = next((k for k, v in full_arguments(reader).items() if v is node), "value")
-    base = ".".join(part for part in (folder.rstrip("."), leaves, operand) if part)
+    modules = list(dict.fromkeys(s.rpartition(".")[0] for s in sources))
+    if "" in modules or (len(modules) == 1 and len(sources) > 1):
+        folder, leaves, separator = _common_folder(sources), sources, "_"
+    else:
+        folder, leaves, separator = _common_folder(modules), modules, "."
+    merged = "_".join(dict.fromkeys(leaf.rpartition(".")[2] for leaf in leaves))
+    base = f"{folder}{merged}{separator}{operand}"
     name, number = base, 1
     while name in taken:
         number += 1
         name = f"{base}_{number}"
     taken.add(name)
     return name
+
+
+def _common_folder(paths: Sequence[str]) -> str:
+    """The modules that contain all of ``paths``, with a final dot unless there is none."""
+    folders = [path.split(".")[:-1] for path in paths]
+    shared: list[str] = []
+    for parts in zip(*folders, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "".join(f"{part}." for part in shared)

@@ -7,9 +7,10 @@ from fnmatch import fnmatch
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import fx
 
+from mmcompile.core.errors import UsageError, unknown_name
 from mmcompile.core.graph import full_arguments, infer_meta, set_parameter, source_of
 from mmcompile.core.passes import Match, PassContext, PassResult
 
@@ -33,23 +34,41 @@ class Options(BaseModel):
 
 
 def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
-    """Quantize every linear layer whose weight is a parameter, or say why not, in ``context.info["layers"]``."""
-    options = Options(**context.quantization_options)
+    """Quantize every linear layer whose weight is a parameter, or say why not, in ``context.info["layers"]``.
+
+    With ``context.quantization`` "none" only the layers that the checkpoint stores in NVFP4 are taken over.
+    """
+    options = parse_options(context.quantization_options)
     result = PassResult()
     layers: dict[str, str] = context.info.setdefault("layers", {})
     heads = _feeding_output(graph_module)
     for node in list(graph_module.graph.nodes):
         if node.op != "call_function" or node.target not in (_MM.linear.default, _MM.embedding.default):
             continue
-        weight = node.args[1]
+        weight = full_arguments(node)["weight"]
         name = str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else ""
         reason = _refuse(node, weight, name, options, heads, context)
         if name and layers.get(name) != "nvfp4":
             layers[name] = reason or "nvfp4"
         if reason is None:
             result.matches.append(_quantize(graph_module, node, name, options, context))
+    for pattern in options.exclude:
+        if not any(fnmatch(name, pattern) for name in layers):
+            raise unknown_name("layer to exclude", pattern, layers)
     result.notes = [f"{name}: {outcome}" for name, outcome in layers.items() if outcome != "nvfp4"]
     return result
+
+
+def parse_options(given: dict[str, Any]) -> Options:
+    """Check the options of the scheme; UsageError for an unknown one or a wrong value."""
+    try:
+        return Options(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise unknown_name("option of nvfp4", name, Options.model_fields) from None
+        raise UsageError(f"the option {name} of nvfp4 cannot be {first['input']!r}", fix=first["msg"]) from None
 
 
 def _refuse(
@@ -59,10 +78,12 @@ def _refuse(
         return "an embedding table is read one row a token; quantizing it saves no bandwidth"
     if not name:
         return "the weight is computed, not a parameter"
-    if _module_path(name) in context.checkpoint_nvfp4:
-        return None
     if any(fnmatch(name, pattern) for pattern in options.exclude):
         return "excluded by option"
+    if _module_path(name) in context.checkpoint_nvfp4:
+        return None
+    if context.quantization == "none":
+        return "the checkpoint stores it unquantized, and no quantization was asked for"
     if node in heads and not options.lm_head:
         return "the output projection decides the token; quantize it with --quant-option lm_head=true"
     if weight.meta["val"].shape[1] % BLOCK:
@@ -75,9 +96,16 @@ def _module_path(parameter: str) -> str:
 
 
 def _feeding_output(graph_module: fx.GraphModule) -> set[fx.Node]:
-    """Linear nodes whose value is a result of the graph (the lm_head of a decoder)."""
-    (output,) = (n for n in graph_module.graph.nodes if n.op == "output")
-    return {n for n in output.all_input_nodes if n.target == _MM.linear.default}
+    """Linear nodes whose value is a result of the graph, but for pointwise steps: the lm_head of a decoder."""
+    heads: set[fx.Node] = set()
+    frontier = list(graph_module.graph.find_nodes(op="output"))
+    while frontier:
+        for node in frontier.pop().all_input_nodes:
+            if node.target == _MM.linear.default:
+                heads.add(node)
+            elif torch.Tag.pointwise in getattr(node.target, "tags", ()) and len(node.all_input_nodes) == 1:
+                frontier.append(node)
+    return heads
 
 
 def _quantize(graph_module: fx.GraphModule, node: fx.Node, name: str, options: Options, context: PassContext) -> Match:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mmcompile.core.errors import LoweringError
-from mmcompile.core.graph import infer_meta, source_of
+from mmcompile.core.errors import LoweringError, unknown_name
+from mmcompile.core.graph import full_arguments, infer_meta, source_of
 from mmcompile.core.passes import Match, PassContext, PassResult
 from mmcompile.core.plan import DECODER_INPUTS
 from mmcompile.core.symbols import new_symbolic_tensor
@@ -25,7 +25,9 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     the tokens of several sequences may lie one after the other. ``context.cache_dtype`` "auto" takes the model's.
     """
     graph = graph_module.graph
-    attentions = [n for n in graph.nodes if n.op == "call_function" and n.target == _MM.attention.default]
+    if context.cache_dtype not in CACHE_DTYPES:
+        raise unknown_name("cache dtype", context.cache_dtype, CACHE_DTYPES)
+    attentions = list(graph.find_nodes(op="call_function", target=_MM.attention.default))
     if not attentions:
         raise LoweringError(
             "the graph has no attention to cache", fix="see the near misses of match_attention, or build it as a module"
@@ -33,7 +35,7 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     result = PassResult()
     inputs = _add_inputs(graph_module)
     for index, node in enumerate(attentions):
-        q, k, v, scale, window = (*node.args, 0)[:5]
+        q, k, v, scale, window = full_arguments(node).values()
         dtype = q.meta["val"].dtype if context.cache_dtype == "auto" else _DTYPES[context.cache_dtype]
         if dtype != q.meta["val"].dtype:
             result.effect = "quantizing"
