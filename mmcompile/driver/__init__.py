@@ -41,6 +41,7 @@ def build(
                 strict=options.strict, portable=options.portable,
             )  # fmt: skip
             compiled = compile_sources(lowered.sources, target, options.workers, progress)
+            progress("compiled", compiled.describe(), 1, 1)
             packer.add_target(target.spec, lowered, compiled)
         progress("pack", str(out), 0, 1)
         packer.finish()

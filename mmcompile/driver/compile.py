@@ -20,6 +20,13 @@ class Compiled:
     seconds: float
     cache_hits: int
 
+    def describe(self) -> str:
+        """One clause: how much was compiled, how much came from the cache, and how long the compilers worked."""
+        binaries = sum(len(by_architecture) for by_architecture in self.kernels.values())
+        if not binaries:
+            return "nothing to compile"
+        return f"{binaries - self.cache_hits} compiled, {self.cache_hits} cached, {self.seconds:.1f} s of compilers"
+
 
 def compile_sources(
     sources: Mapping[str, KernelSource], target: Target, workers: int | None, progress: Progress

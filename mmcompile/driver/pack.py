@@ -31,6 +31,7 @@ from mmcompile.core.plan import (
 from mmcompile.core.spec import TargetSpec
 from mmcompile.driver.compile import Compiled
 from mmcompile.driver.options import BuildOptions
+from mmcompile.driver.report import write_report
 from mmcompile.driver.rewrite import Rewritten
 from mmcompile.lower.plan import Lowered
 
@@ -166,6 +167,8 @@ class Packer:
         if self.captured.tokenizer is not None:
             (self.folder / "tokenizer.json").write_bytes(self.captured.tokenizer)
         manifest = self._make_manifest()
+        write_report(self.folder, manifest, self.plans)
+        manifest = manifest.model_copy(update={"files": hash_files(self.folder)})
         write_record(self.folder / "manifest.json", manifest)
         return manifest
 
@@ -214,7 +217,7 @@ class Packer:
             cache=self._describe_cache() if decoder else None,
             targets=self.targets,
             weights="packed" if self._has_weights() else "none",
-            files=hash_files(self.folder),
+            files={},
         )
 
     def _describe_cache(self) -> CacheSpec:

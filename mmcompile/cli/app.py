@@ -1,0 +1,88 @@
+"""The application: its verbs, and the one place that turns an error into a sentence and an exit code."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import mmcompile
+from mmcompile.cli import build, inspect, lists, run, verify
+from mmcompile.cli.console import print_error, print_json
+from mmcompile.core.errors import MMError
+
+# typer carries its own copy of click; its public BadParameter leads to the base class of all usage errors.
+_UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_INTERRUPTED, _TERMINATED = 130, 143
+_EPILOG = (
+    "[b]Start here[/b]: mmcompile build smollm2-135m --target cpu -o out, then mmcompile run out --prompt 'Hello'. "
+    "Every verb has --help with examples, and --json for scripts."
+)
+
+app = typer.Typer(
+    name="mmcompile",
+    help="Lower a model to kernels for several targets, pack them, and run them without a compiler.",
+    epilog=_EPILOG,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (build, run, inspect, verify, lists):
+    module.register(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mmcompile {mmcompile.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        context.get_help()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code: 0, that of the MMError, 2 for wrong usage, 130 when interrupted.
+
+    An error is one sentence on stderr; with --json stdout holds it as a document too.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # A terminated build must clean up as an interrupted one does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    try:
+        return int(app(words, prog_name="mmcompile", standalone_mode=False) or 0)
+    except MMError as error:
+        document = {"what": error.what, "where": error.where, "fix": error.fix}
+        return _fail(words, str(error), error.exit_code, document)
+    except _UsageProblem as problem:
+        return _fail(words, problem.format_message(), problem.exit_code, {"what": problem.format_message()})
+    except KeyboardInterrupt:
+        return _fail(words, "interrupted.", _INTERRUPTED, {"what": "interrupted"})
+    except BrokenPipeError:
+        # The reader (head, less) has enough; nothing may be flushed into the closed pipe at exit.
+        sys.stdout = None  # type: ignore[assignment]
+        return 0
+    except Exception as error:
+        what = f"internal error, {type(error).__name__}: {error}"
+        sentence = f"{what}; run again with --debug and report the traceback."
+        return _fail(words, sentence, MMError.exit_code, {"what": what})
+
+
+def _fail(words: list[str], sentence: str, code: int, document: dict[str, str]) -> int:
+    if "--debug" in words and code not in (_INTERRUPTED, _TERMINATED):
+        traceback.print_exc()
+    if "--json" in words:
+        print_json({"error": document | {"exit_code": code}})
+    print_error(sentence)
+    return code

@@ -1,0 +1,207 @@
+"""The verb ``build``: a model becomes an artifact."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from mmcompile.cli import views
+from mmcompile.cli.console import Debug, Json, emit, make_console
+
+_EPILOG = """[b]Examples[/b]
+
+mmcompile build smollm2-135m --target cpu -o out
+
+mmcompile build smollm2-135m --target sm100,gfx950 --quant nvfp4 --quant-option lm_head=true -o out
+
+mmcompile build path/to/hf-checkpoint --target sm90 --max-context 8192 --cache-dtype float8_e4m3fn -o out
+
+mmcompile build model.gguf --target cpu --require qk_norm_rope_insert --verify -o out
+
+mmcompile build examples/tiny_mlp.py:factory --target cpu,sm100 -o out
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the application."""
+    app.command("build", epilog=_EPILOG)(build)
+
+
+def build(
+    model: Annotated[
+        str, typer.Argument(help="A name (mmcompile models), HF directory or config.json, .gguf, or file.py:factory.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to create.")],
+    target: Annotated[
+        list[str], typer.Option(help="Targets, comma-separated or repeated (mmcompile targets).", metavar="A,B")
+    ] = ["cpu"],  # noqa: B006
+    quant: Annotated[str, typer.Option(help="Quantization scheme: none or nvfp4.", metavar="SCHEME")] = "none",
+    quant_option: Annotated[
+        list[str] | None, typer.Option(help="Option of the scheme; repeat for several.", metavar="KEY=VALUE")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations: bfloat16, float16, float32.")] = "bfloat16",
+    cache_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto, a dtype, or float8_e4m3fn.")] = "auto",
+    page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache, a power of two.")] = 64,
+    max_context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per prefill step; longer prompts go in chunks.")] = 512,
+    max_batch: Annotated[int, typer.Option(help="Sequences per decode step.")] = 64,
+    weights: Annotated[
+        str, typer.Option(help="auto: the checkpoint's if found, else random. Or real, random, none (plan only).")
+    ] = "auto",
+    strict: Annotated[bool, typer.Option("--strict", help="An operation without a kernel is an error.")] = False,
+    portable: Annotated[bool, typer.Option("--portable", help="Leave tuned kernels out.")] = False,
+    require: Annotated[
+        list[str] | None, typer.Option(help="A rule or pass that must match; repeat for several.", metavar="NAME")
+    ] = None,
+    disable: Annotated[
+        list[str] | None, typer.Option(help="A pass to leave out; repeat for several.", metavar="PASS")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every pass numerically with the graph before it.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of random weights and verification.")] = 0,
+    attention: Annotated[str, typer.Option(help="transformers' spelling to capture: sdpa or eager.")] = "sdpa",
+    workers: Annotated[int | None, typer.Option(help="Compiler processes [dim](default: one per core)[/dim].")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an artifact that is there.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Build an artifact: capture, rewrite, quantize, lower, compile and pack, for one or more targets.
+
+    Nothing appears at --out before all is done; equal inputs give equal bytes.
+    """
+    from mmcompile.driver import BuildOptions
+    from mmcompile.driver import build as run_build
+
+    options = BuildOptions(
+        targets=tuple(dict.fromkeys(_split(target))),
+        quantization=quant,
+        quantization_options=dict(_parse_option(text) for text in quant_option or ()),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        page_size=page_size,
+        max_context=max_context,
+        max_tokens=max_tokens,
+        max_batch=max_batch,
+        weights=weights,
+        strict=strict,
+        portable=portable,
+        required=tuple(_split(require or ())),
+        disabled=tuple(_split(disable or ())),
+        verify=verify,
+        seed=seed,
+        attention=attention,
+        workers=workers,
+    )
+    with _show_progress(silent=as_json) as watch:
+        path = run_build(model, out, options, force=force, progress=watch)
+    _report(path, watch, as_json)
+
+
+def _split(values: Any) -> list[str]:
+    return [name for value in values for name in value.split(",") if name]
+
+
+def _parse_option(text: str) -> tuple[str, Any]:
+    """ "lm_head=true" -> ("lm_head", True): a JSON value, or else a string."""
+    from mmcompile.core.errors import UsageError
+
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise UsageError(f"--quant-option {text!r} is not KEY=VALUE", fix="write e.g. --quant-option lm_head=true")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+class Watch:
+    """A progress function (see driver.progress) that keeps times and what was compiled.
+
+    Attributes: seconds by step; compiled: the compiler's account by target.
+    """
+
+    def __init__(self, console: Console | None, bars: Progress | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self.compiled: dict[str, str] = {}
+        self._console, self._bars = console, bars
+        self._step, self._target, self._started = "", "", time.perf_counter()
+        self._begun = self._started
+
+    def __call__(self, step: str, detail: str, done: int, total: int) -> None:
+        if step == "compiled":
+            self.compiled[self._target] = detail
+        if step == "lower":
+            self._target = detail
+        label = {"lower": f"lower {detail}", "compile": f"compile {self._target}", "compiled": ""}.get(step, step)
+        if label and label != self._step:
+            self._begin(label, detail)
+        if self._bars and label:
+            self._bars.update(self._task, completed=done, total=max(total, 1), detail=detail)
+
+    def _begin(self, label: str, detail: str) -> None:
+        self.close_step()
+        self._step = label
+        if self._bars:
+            self._task = self._bars.add_task(label, total=1, detail=detail)
+        elif self._console:
+            self._console.print(label, style="dim", markup=False)
+
+    def close_step(self) -> None:
+        """End the step at hand."""
+        now = time.perf_counter()
+        if self._step:
+            self.seconds[self._step] = self.seconds.get(self._step, 0.0) + now - self._started
+            if self._bars:
+                self._bars.update(self._task, completed=self._bars.tasks[self._task].total, detail="")
+        self._started = now
+
+    @property
+    def total(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._begun
+
+
+@contextmanager
+def _show_progress(*, silent: bool) -> Iterator[Watch]:
+    """Bars on a terminal, a line per step in a pipe, nothing if ``silent``; always on stderr."""
+    console = make_console(stderr=True)
+    if silent or not console.is_terminal:
+        watch = Watch(None if silent else console, None)
+        yield watch
+        watch.close_step()
+        return
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[detail]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as bars:
+        watch = Watch(console, bars)
+        yield watch
+        watch.close_step()
+
+
+def _report(path: Path, watch: Watch, as_json: bool) -> None:
+    summary = views.read_summary(path)
+    sizes = views.measure_files(path)
+    document = {
+        "path": str(path),
+        "seconds": round(watch.total, 2),
+        "steps": {step: round(seconds, 2) for step, seconds in watch.seconds.items()},
+        "compiled": watch.compiled,
+        "sizes": sizes,
+        **summary,
+    }
+
+    def view(console: Console) -> None:
+        views.print_build(console, path, summary, sizes, watch.compiled, watch.total)
+
+    emit(document, as_json, view)

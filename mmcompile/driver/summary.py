@@ -1,0 +1,201 @@
+"""What an artifact holds, as plain data: shared by the build's summary, ``inspect`` and report.html."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmcompile.core.expression import evaluate
+from mmcompile.core.plan import Buffer, Choice, Kernel, Launch, Manifest, Phase, Plan
+
+_LAYER_NUMBER = re.compile(r"[._](\d+)(?=[._]|$)")
+_LAYER_ROLES = ("weight", "derived", "state")
+
+
+def summarise(manifest: Manifest, plans: Mapping[str, Plan], passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Everything worth knowing of an artifact.
+
+    Args:
+        plans: by target. passes: the records of passes/NN-name.json, in order.
+
+    Returns: keys kind, mmcompile, model, quantization, cache, weights, targets (a list), passes (a list).
+    """
+    return {
+        "kind": manifest.kind,
+        "mmcompile": manifest.mmcompile,
+        "model": manifest.model.model_dump(),
+        "quantization": _summarise_quantization(manifest),
+        "cache": manifest.cache.model_dump() if manifest.cache else None,
+        "weights": manifest.weights,
+        "targets": [summarise_target(name, manifest, plans[name]) for name in sorted(manifest.targets)],
+        "passes": list(passes),
+    }
+
+
+def _summarise_quantization(manifest: Manifest) -> dict[str, Any]:
+    record = manifest.quantization
+    counts = Counter((_layer_kind(name), outcome) for name, outcome in record.layers.items())
+    return {
+        "scheme": record.scheme,
+        "options": record.options,
+        "global_scale_convention": record.global_scale_convention,
+        "kinds": [{"kind": kind, "count": n, "outcome": outcome} for (kind, outcome), n in sorted(counts.items())],
+        "layers": record.layers,
+    }
+
+
+def _layer_kind(name: str) -> str:
+    """ "model.layers.3.mlp.up_proj.weight" -> "mlp.up_proj": what is the same in every layer."""
+    tail = re.split(r"\.\d+\.", name)[-1]
+    return tail.removesuffix(".weight").removeprefix("model.")
+
+
+def summarise_target(name: str, manifest: Manifest, plan: Plan) -> dict[str, Any]:
+    """Kernels, phases and memory of one target."""
+    entry = manifest.targets[name]
+    return {
+        "name": name,
+        "architectures": list(entry.architectures),
+        "toolchain": entry.toolchain,
+        "kernels": [_summarise_kernel(kernel, plan) for _, kernel in sorted(plan.kernels.items())],
+        "phases": [summarise_phase(plan, phase) for phase in plan.phases.values()],
+        "memory": measure_memory(plan),
+    }
+
+
+def _summarise_kernel(kernel: Kernel, plan: Plan) -> dict[str, Any]:
+    users = [
+        (launch.op, choice.template)
+        for phase in plan.phases.values()
+        for launch in phase.launches
+        for choice in launch.choices
+        for used in choice.kernels
+        if used.kernel == kernel.name
+    ]
+    return {
+        "name": kernel.name,
+        "operations": sorted({op for op, _ in users}),
+        "templates": sorted({template for _, template in users}),
+        "launches": len(users),
+        "proofs": list(kernel.proofs),
+        "binaries": [
+            {
+                "architecture": architecture,
+                "registers": binary.registers,
+                "shared": binary.shared,
+                "spills": binary.spills,
+                "num_warps": binary.num_warps,
+                "ledger": highlight_ledger(kernel.expectations, binary.ledger),
+            }
+            for architecture, binary in sorted(kernel.binaries.items())
+        ],
+    }
+
+
+def highlight_ledger(expectations: Mapping[str, bool], ledger: Mapping[str, int]) -> dict[str, int]:
+    """Counts of the instructions that the kernel promises to hold (or, with a count of 0, not to hold)."""
+    return {
+        mnemonic: sum(count for name, count in ledger.items() if mnemonic in name) for mnemonic in sorted(expectations)
+    }
+
+
+def choose(launch: Launch, tokens: int) -> Choice | None:
+    """The implementation that a launch takes for ``tokens``; None if it runs by its reference."""
+    return next((c for c in launch.choices if c.max_tokens is None or tokens <= c.max_tokens), None)
+
+
+def summarise_phase(plan: Plan, phase: Phase) -> dict[str, Any]:
+    """Operations and launches of a phase; ``launches`` counts kernels and references at its typical token count.
+
+    That count is 1 for decode and the largest of the plan for every other phase; a layer has ``layer_launches``.
+    """
+    tokens = 1 if phase.name == "decode" else plan.symbols.get("tokens", 1)
+    layers = assign_layers(plan, phase)
+    per_layer: Counter[int] = Counter()
+    launches = references = 0
+    for launch, layer in zip(phase.launches, layers, strict=True):
+        chosen = choose(launch, tokens)
+        count = len(chosen.kernels) if chosen else 1
+        launches, references = launches + count, references + (chosen is None)
+        if layer is not None:
+            per_layer[layer] += count
+    usual = Counter(per_layer.values()).most_common(1)
+    return {
+        "name": phase.name,
+        "tokens": tokens,
+        "operations": len(phase.launches),
+        "launches": launches,
+        "references": references,
+        "layers": len(per_layer),
+        "layer_launches": usual[0][0] if usual else 0,
+        "arena_bytes": phase.arena_bytes,
+        "by_operation": dict(sorted(Counter(launch.op for launch in phase.launches).items())),
+        "without_kernel": sorted({f"{la.op}: {la.reason}" for la in phase.launches if not la.choices and la.reason}),
+    }
+
+
+def assign_layers(plan: Plan, phase: Phase) -> list[int | None]:
+    """Layer of every launch, read from the names of its weights and caches; None outside the layers.
+
+    A launch that reads none of them (attention's output, a residual sum) belongs to the layer around it.
+    """
+    found = [_read_layer(plan, launch) for launch in phase.launches]
+    layers: list[int | None] = []
+    for index, layer in enumerate(found):
+        if layer == "unknown":
+            before = layers[-1] if layers else None
+            after = next((x for x in found[index:] if x != "unknown"), None)
+            layer = before if before == after else None
+        layers.append(layer if isinstance(layer, int) else None)
+    return layers
+
+
+def _read_layer(plan: Plan, launch: Launch) -> int | str | None:
+    """The layer's number; None for a launch with weights outside every layer; "unknown" for one without weights."""
+    views = [view for view in launch.inputs.values() if view is not None]
+    names = [v.buffer for v in views if plan.buffers[v.buffer].role in _LAYER_ROLES]
+    # RoPE tables and the like belong to no layer and are read by all.
+    numbers = [match for name in names if (match := _LAYER_NUMBER.search(name))]
+    if numbers:
+        return int(numbers[-1][1])
+    return None if names else "unknown"
+
+
+def measure_memory(plan: Plan) -> dict[str, int]:
+    """Bytes of weights, of tensors derived when loading, and of the largest phase's arena."""
+    memory = {role: 0 for role in ("weight", "derived")}
+    for buffer in plan.buffers.values():
+        if buffer.role in memory:
+            memory[buffer.role] += count_bytes(buffer, plan.symbols)
+    return memory | {"arena": max((p.arena_bytes for p in plan.phases.values()), default=0)}
+
+
+def count_bytes(buffer: Buffer, symbols: Mapping[str, int]) -> int:
+    """Size of a buffer with every symbol at its largest value; a symbol without one ("pages") counts once."""
+    size = getattr(torch, buffer.dtype).itemsize
+    for dimension in buffer.shape:
+        size *= evaluate(dimension, {"pages": 1, **symbols})
+    return int(size)
+
+
+def count_by_operation(passes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Number of operations after every pass: total, aten and mm, in order."""
+    return [
+        {
+            "name": record["name"],
+            "mm": sum(n for op, n in record["operations"].items() if op.startswith("mm.")),
+            "other": sum(n for op, n in record["operations"].items() if not op.startswith("mm.")),
+        }
+        for record in passes
+    ]
+
+
+def read_passes(folder: Path) -> list[dict[str, Any]]:
+    """The records of the passes that were dumped into ``folder``/passes, in order."""
+    return [json.loads(path.read_text()) for path in sorted((folder / "passes").glob("*.json"))]
