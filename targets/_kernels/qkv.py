@@ -89,19 +89,19 @@ def tile_qkv(tile, x, weight, scale, global_scale, bias, q_weight, k_weight, pos
     first, second = tl.where(rotated, turned_first, first), tl.where(rotated, turned_second, second)
     first_column = tl.where(pair < HALF, pair, 2 * pair)[None, :]
     second_column = tl.where(pair < HALF, pair + HALF, 2 * pair + 1)[None, :]
+    in_head = (pair < HEAD_DIM // 2)[None, :]
     if is_q:
-        target = result + (token * RESULT_STRIDE + tile * HEAD_DIM)[:, None]
-        mask = active[:, None] & (pair < HEAD_DIM // 2)[None, :]
-        tl.store(target + first_column, first, mask=mask)
-        tl.store(target + second_column, second, mask=mask)
+        q_rows = result + (token * RESULT_STRIDE + tile * HEAD_DIM)[:, None]
+        q_mask = active[:, None] & in_head
+        tl.store(q_rows + first_column, first, mask=q_mask)
+        tl.store(q_rows + second_column, second, mask=q_mask)
     else:
         slot = tl.load(slot_mapping + token, mask=active, other=-1).to(tl.int64)
-        part = (tile - HEADS) // KV_HEADS
-        target = kv_cache + (slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * CACHE_ROW_STRIDE)[:, None]
-        target += (tile - HEADS) % KV_HEADS * CACHE_HEAD_STRIDE + part * HEAD_DIM
-        mask = (slot >= 0)[:, None] & (pair < HEAD_DIM // 2)[None, :]
-        tl.store(target + first_column, to_cache(first, kv_cache.dtype.element_ty), mask=mask)
-        tl.store(target + second_column, to_cache(second, kv_cache.dtype.element_ty), mask=mask)
+        rows = kv_cache + (slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * CACHE_ROW_STRIDE)[:, None]
+        rows += (tile - HEADS) % KV_HEADS * CACHE_HEAD_STRIDE + (tile - HEADS) // KV_HEADS * HEAD_DIM
+        kv_mask = (slot >= 0)[:, None] & in_head
+        tl.store(rows + first_column, to_cache(first, kv_cache.dtype.element_ty), mask=kv_mask)
+        tl.store(rows + second_column, to_cache(second, kv_cache.dtype.element_ty), mask=kv_mask)
 
 
 def _is_nvfp4(call: OpCall) -> bool:

@@ -37,7 +37,7 @@ def _weight(op: str, rows: int, k: int) -> dict[str, torch.Tensor]:
 
 
 def smollm2_call(op: str, make_call: Callable[..., OpCall]) -> OpCall:
-    """The operation as SmolLM2-135M has it, in bfloat16: gate and up for a linear layer."""
+    """The operation as SmolLM2-135M has it, in bfloat16 (a linear layer: gate and up; NVFP4 beside a float8 cache)."""
     tensors: dict[str, torch.Tensor | None] = {"x": _empty(TOKENS, HIDDEN)}
     if op in ("rms_norm", "add_rms_norm"):
         tensors |= {"weight": _empty(HIDDEN)} | ({"residual": _empty(TOKENS, HIDDEN)} if op == "add_rms_norm" else {})
@@ -48,7 +48,9 @@ def smollm2_call(op: str, make_call: Callable[..., OpCall]) -> OpCall:
     tensors |= _weight(op, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN)
     tensors |= {"bias": None, "q_weight": None, "k_weight": None}
     tensors |= {"positions": _empty(TOKENS, dtype=torch.int32), "slot_mapping": _empty(TOKENS, dtype=torch.int64)}
-    tensors |= {"cos_sin": _empty(128, HEAD_DIM), "kv_cache": _empty(8, KV_HEADS, 16, 2 * HEAD_DIM)}
+    cache_dtype = torch.float8_e4m3fn if op.endswith("nvfp4") else torch.bfloat16
+    tensors |= {"cos_sin": _empty(128, HEAD_DIM)}
+    tensors |= {"kv_cache": _empty(8, KV_HEADS, 16, 2 * HEAD_DIM, dtype=cache_dtype)}
     attributes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "eps": 1e-5}
     return make_call(op, tensors, attributes, ROWS, [_empty(TOKENS, HEADS, HEAD_DIM)])
 
