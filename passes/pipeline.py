@@ -80,6 +80,11 @@ def list_decode_passes() -> list[Pass]:
     ]
 
 
+def list_score_passes() -> list[Pass]:
+    """Passes over the copy of the finished graph that scores texts (perplexity)."""
+    return [whole_graph("score", "passes.layout", "score_every_token")]
+
+
 def list_rules() -> list[str]:
     """Names of all rewrite rules, for --require."""
     folders = ("passes.standardise", "passes.fusion", "passes.decode")

@@ -26,6 +26,7 @@ class BuildOptions:
         strict: an operation without a kernel is an error. portable: leave tuned kernels out.
         required: rules or passes that must match. disabled: passes to leave out.
         verify: compare every pass numerically with the graph before it. seed: of random weights and verification.
+        score: add a phase that gives the logits of every token (for perplexity).
         attention: "sdpa" or "eager", the spelling of transformers to capture. workers: compiler processes.
     """
 
@@ -45,6 +46,7 @@ class BuildOptions:
     disabled: tuple[str, ...] = ()
     verify: bool = False
     seed: int = 0
+    score: bool = False
     attention: str = "sdpa"
     workers: int | None = None
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
 from mmcompile.capture.export import Captured
 from mmcompile.core.errors import unknown_name
-from mmcompile.core.passes import PassContext
+from mmcompile.core.passes import Pass, PassContext
 from mmcompile.core.runner import PassReport, check_required, copy_graph, run_passes
-from mmcompile.core.sample_inputs import make_decoder_inputs
+from mmcompile.core.sample_inputs import make_decode_inputs
+from mmcompile.core.sample_inputs import make_decoder_inputs as make_inputs
 from mmcompile.driver.options import BuildOptions
 from mmcompile.driver.progress import Progress
-from mmcompile.passes.pipeline import list_decode_passes, list_passes, list_rules
+from mmcompile.passes.pipeline import list_decode_passes, list_passes, list_rules, list_score_passes
 
 
 @dataclass
@@ -25,7 +27,7 @@ class Rewritten:
     reports: list[PassReport]
     context: PassContext
     symbols: dict[str, dict[str, int]]
-    outputs: tuple[str, ...]
+    outputs: dict[str, tuple[str, ...]]
     captured_operations: int
     parameters: int
 
@@ -43,33 +45,32 @@ def rewrite_model(captured: Captured, options: BuildOptions, dump: Path, progres
         checkpoint_nvfp4=captured.nvfp4,
     )
     passes = list_passes(captured.kind, options.quantization, stored=bool(captured.nvfp4))
-    decode_passes = list_decode_passes() if decoder else []
-    _check_names(options, [p.name for p in (*passes, *decode_passes)])
-    total = len(passes) + len(decode_passes)
+    copies = _list_copies(options) if decoder else {}
+    every = [*passes, *(p for more in copies.values() for p in more)]
+    _check_names(options, [p.name for p in every])
 
     def report(done: PassReport) -> None:
-        progress("rewrite", done.name, len(reports) + done.index + 1, total)
+        progress("rewrite", done.name, done.index + 1, len(every))
 
     graph = captured.graph_module
     operations = sum(n.op == "call_function" for n in graph.graph.nodes)
     parameters = sum(p.numel() for p in graph.parameters())
-    verify = make_decoder_inputs if options.verify and _has_values(graph) else None
-    reports: list[PassReport] = []
-    reports += run_passes(
-        graph, passes, context, make_inputs=verify, disabled=options.disabled, dump=dump, progress=report,
-        seed=options.seed,
-    )  # fmt: skip
-    graphs = {"forward": graph}
-    if decoder:
-        decode = copy_graph(graph)
-        reports += run_passes(
-            decode, decode_passes, context, disabled=options.disabled, dump=dump, progress=report, seed=options.seed,
-            first_index=len(reports),
-        )  # fmt: skip
-        graphs = {"prefill": graph, "decode": decode}
+    shared: dict[str, Any] = {"disabled": options.disabled, "dump": dump, "progress": report, "seed": options.seed}
+    verify = options.verify and _has_values(graph)
+    reports = run_passes(graph, passes, context, make_inputs=make_inputs if verify else None, **shared)
+    graphs = {"prefill" if decoder else "forward": graph}
+    for phase, more in copies.items():
+        graphs[phase] = copy_graph(graph)
+        inputs = (make_decode_inputs if phase == "decode" else None) if verify else None
+        reports += run_passes(graphs[phase], more, context, make_inputs=inputs, first_index=len(reports), **shared)
     check_required(reports, options.required)
-    names = ("logits", "next_tokens") if decoder else _name_results(graph)
-    return Rewritten(graphs, reports, context, _limits(captured, options, context), names, operations, parameters)
+    outputs = {name: _name_results(name, g) for name, g in graphs.items()}
+    return Rewritten(graphs, reports, context, _limits(captured, options, context), outputs, operations, parameters)
+
+
+def _list_copies(options: BuildOptions) -> dict[str, list[Pass]]:
+    """Phases that are made from a copy of the finished prefill graph, with their own passes."""
+    return {"decode": list_decode_passes()} | ({"score": list_score_passes()} if options.score else {})
 
 
 def _has_values(graph_module: fx.GraphModule) -> bool:
@@ -77,11 +78,15 @@ def _has_values(graph_module: fx.GraphModule) -> bool:
     return not any(t.is_meta for t in (*graph_module.parameters(), *graph_module.buffers()))
 
 
-def _name_results(graph_module: fx.GraphModule) -> tuple[str, ...]:
+def _name_results(phase: str, graph_module: fx.GraphModule) -> tuple[str, ...]:
+    """Public names of a phase's results."""
+    if phase in ("prefill", "decode"):
+        return ("logits", "next_tokens")
     (output,) = graph_module.graph.find_nodes(op="output")
     results = output.args[0]
     count = len(results) if isinstance(results, tuple | list) else 1
-    return tuple(f"result{i}" if i else "result" for i in range(count))
+    base = "token_logits" if phase == "score" else "result"
+    return tuple(f"{base}{i}" if i else base for i in range(count))
 
 
 def _limits(captured: Captured, options: BuildOptions, context: PassContext) -> dict[str, dict[str, int]]:
@@ -90,7 +95,8 @@ def _limits(captured: Captured, options: BuildOptions, context: PassContext) -> 
         return {"forward": {name: high for name, (_, high) in captured.symbols.items()}}
     blocks = {"max_blocks": -(-context.max_context // options.page_size)}
     prefill = {"tokens": options.max_tokens, "batch": min(options.max_batch, options.max_tokens)} | blocks
-    return {"prefill": prefill, "decode": {"tokens": options.max_batch, "batch": options.max_batch} | blocks}
+    decode = {"tokens": options.max_batch, "batch": options.max_batch} | blocks
+    return {"prefill": prefill, "decode": decode, "score": prefill}
 
 
 def _check_names(options: BuildOptions, passes: list[str]) -> None:

@@ -32,7 +32,7 @@ def lower_model(
     spec: TargetSpec,
     templates: Sequence[KernelTemplate],
     symbols: Mapping[str, Mapping[str, int]],
-    output_names: tuple[str, ...],
+    output_names: Mapping[str, tuple[str, ...]],
     *,
     strict: bool = False,
     portable: bool = False,
@@ -42,7 +42,7 @@ def lower_model(
     Args:
         graphs: phase name -> graph, e.g. {"prefill": ..., "decode": ...}.
         symbols: phase name -> largest value of each symbol there; sizes the arena and bounds the kernel choice.
-        output_names: public names of the graphs' results, e.g. ("logits", "next_tokens").
+        output_names: phase name -> public names of its results, e.g. ("logits", "next_tokens").
         strict: an operation without a kernel is an error instead of a reference launch.
         portable: leave tuned kernels out.
     """
@@ -57,7 +57,7 @@ def lower_model(
         if selector is None:
             graph_module = copy_graph(graph_module)
             decode_weights_at_load(graph_module)
-        lowered = PhaseLowering(graph_module, name, selector, symbols[name], strict, output_names, largest).run()
+        lowered = PhaseLowering(graph_module, name, selector, symbols[name], strict, output_names[name], largest).run()
         for key, buffer in lowered.buffers.items():
             if buffers.setdefault(key, buffer) != buffer:
                 raise LoweringError(f"the phases disagree about the buffer {key}: {buffers[key]} and {buffer}")
