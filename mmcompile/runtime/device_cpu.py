@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from mmcompile.runtime.executor import (
     Symbols,
     check_inputs,
     check_symbols,
+    count_bytes,
     covers,
     list_fallbacks,
     memory_by_role,
@@ -47,8 +49,7 @@ class CpuExecutor:
         self._persistent: Values = dict(weights)
         for buffer in plan.buffers.values():
             if buffer.role == "state":
-                shape = evaluate_shape(buffer.shape, self._fixed_symbols)
-                self._persistent[buffer.name] = torch.zeros(shape, dtype=torch_dtype(buffer))
+                self._persistent[buffer.name] = _allocate_zeros(buffer, self._fixed_symbols)
         self._calls: dict[str, list[Call]] = {
             name: [bind_call(launch) for launch in phase.launches] for name, phase in plan.phases.items()
         }
@@ -98,6 +99,12 @@ class CpuExecutor:
         """See :class:`Executor`."""
         self._programs.clear()
         self._persistent.clear()
+
+
+def _allocate_zeros(buffer: Buffer, symbols: Symbols) -> Tensor:
+    """Zeros that take physical memory only where they are touched (calloc, where torch.zeros would write them)."""
+    memory = torch.from_numpy(np.zeros(count_bytes(buffer, symbols), dtype=np.uint8))
+    return memory.view(torch_dtype(buffer)).view(evaluate_shape(buffer.shape, symbols))
 
 
 class _Program:

@@ -39,7 +39,7 @@ class Call:
 
 def bind_call(launch: Launch) -> Call:
     """Parse the attributes of a launch once. Raises ArtifactError on an unknown operation or attribute."""
-    if launch.op == "region":
+    if launch.op in ("region.pointwise", "region.reduction"):
         return _bind_region(launch)
     if launch.op.startswith("mm."):
         return _bind_mm(launch)

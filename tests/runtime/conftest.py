@@ -195,7 +195,7 @@ def decoder_plan(target: str, weights: dict[str, Tensor], phases: tuple[str, ...
         b.buffer(f"{i}.gate_up", (2 * INNER, HIDDEN), "float32", "derived")
     b.buffer("embed_scaled", (VOCAB, HIDDEN), "float32", "derived")
     region = Region(("in0",), (Step("s0", "mul", ("in0", 2.0), "float32"),), ("s0",))
-    b.launch("region", {"in0": "embed"}, ["embed_scaled"], **region.to_json())
+    b.launch("region.pointwise", {"in0": "embed"}, ["embed_scaled"], **region.to_json())
     for i in range(LAYERS):
         arguments = {"args": [[{"input": "arg0"}, {"input": "arg1"}], 0], "kwargs": {}}
         b.launch("aten.cat.default", {"arg0": f"{i}.gate", "arg1": f"{i}.up"}, [f"{i}.gate_up"], **arguments)

@@ -26,7 +26,9 @@ def define(b: Any) -> None:
     left = View(buffer="x", shape=("rows", 3), strides=(6, 1))
     right = View(buffer="x", shape=("rows", 3), strides=(6, 1), offset=3)
     relu = Region(("in0",), (Step("s0", "relu", ("in0",), "float32"),), ("s0",))
-    b.launch("region", {"in0": left}, [View(buffer="joined", shape=("rows", 3), strides=(6, 1))], **relu.to_json())
+    b.launch(
+        "region.pointwise", {"in0": left}, [View(buffer="joined", shape=("rows", 3), strides=(6, 1))], **relu.to_json()
+    )
     joined_right = View(buffer="joined", shape=("rows", 3), strides=(6, 1), offset=3)
     b.launch("aten.neg.default", {"arg0": right}, [joined_right], args=[{"input": "arg0"}])
     arguments = [{"input": "arg0"}, [6], {"input": "arg1"}, None, 1e-5]
