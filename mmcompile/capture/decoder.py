@@ -176,6 +176,10 @@ def _capture_transformers(
             where=str(path),
             fix="upgrade transformers, or write the model as one file in models/",
         ) from error
+    if attention == "sdpa" and not model_class._supports_sdpa:
+        raise CaptureError(
+            f"{model_class.__name__} has no sdpa attention", where=str(path), fix='use attention "eager"'
+        )
     config._attn_implementation = attention
     config._experts_implementation = "batched_mm"
     text = config.get_text_config()

@@ -91,10 +91,17 @@ def capture_module(
         name: tuple(dynamic.get(name, {}).get(i, int(d)) for i, d in enumerate(tensor.shape))
         for name, tensor in inputs.items()
     }
+    if any(_is_mutating(node) for node in program.graph.nodes):
+        program = program.run_decompositions({})
     graph_module = canonicalise(program.module(check_guards=False), symbols, shapes)
     _restore_meta(graph_module, meta_names)
     listed = tuple(Input(n, shapes[n], str(t.dtype).removeprefix("torch.")) for n, t in inputs.items())
     return Captured(graph_module, symbols, listed, kind, source or type(module).__name__)
+
+
+def _is_mutating(node: fx.Node) -> bool:
+    """True for a call that writes an argument, such as ``aten.div_``; run_decompositions makes those pure."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from mmcompile.core.graph import find_fake_mode, get_parameter, infer_meta, is_pure, set_parameter, source_of
+from mmcompile.core.graph import get_parameter, infer_meta, is_pure, set_parameter, source_of
 from mmcompile.core.passes import PassContext, PassResult
 from mmcompile.passes._edit import evaluate, finish, replace
 
@@ -16,7 +16,7 @@ LARGEST = 64
 
 
 def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
-    """Replace maximal constant calls by buffers ``literals.<name>``; parameters of the model are not touched."""
+    """Replace maximal constant calls by buffers ``literals.value_<name>``; parameters of the model are not touched."""
     result = PassResult()
     constant: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
@@ -47,9 +47,8 @@ def _is_foldable(node: fx.Node, constant: set[fx.Node]) -> bool:
 
 
 def _fold(graph_module: fx.GraphModule, node: fx.Node, result: PassResult) -> None:
-    name = f"literals.{node.name}"
+    name = f"literals.value_{node.name}"
     set_parameter(graph_module, name, evaluate(graph_module, node, {}).clone())
-    find_fake_mode(graph_module)
     with graph_module.graph.inserting_before(node):
         folded = graph_module.graph.get_attr(name)
     infer_meta(graph_module, [folded])

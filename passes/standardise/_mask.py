@@ -23,9 +23,9 @@ _SIZES = (1, 2, 3, 8, 33)
 def prove_causal(graph_module: fx.GraphModule, mask: fx.Node, max_context: int) -> int:
     """Window of a mask node [..., tokens, tokens]: 0 for plain causal, w if the last w tokens are seen.
 
-    The mask may depend on sizes and on positions. It is evaluated for several token counts, among them some beyond every
-    integer that occurs in its computation (a window is such an integer), and must agree element by element. Boolean
-    masks are true where attention is allowed, the others are added to the scores: 0, or as good as minus infinity.
+    The mask may depend on sizes and on positions. It is evaluated for several token counts, among them some beyond
+    every integer in its computation (a window is such an integer), and must agree element by element. Boolean masks
+    are true where attention is allowed, the others are added to the scores: 0, or as good as minus infinity.
     Raises Refusal naming the first element that differs.
     """
     if depends_on_value(mask, "input_ids"):

@@ -77,6 +77,9 @@ class _Flattening:
             self.whole[node] = emit(self.graph_module, node, aten.unsqueeze.default, self.rows[node], 0)
         return self.whole[node]
 
+    def _row_or_plain(self, node: fx.Node) -> fx.Node:
+        return self.rows[node] if node in self.rows else self._restore(node)
+
     def _rewrite(self, node: fx.Node) -> bool:
         target = node.target
         op = find_op(target)
@@ -93,7 +96,7 @@ class _Flattening:
         is_getitem = getattr(target, "__name__", "") == "getitem"
         pointwise = target == aten.to.dtype or torch.Tag.pointwise in getattr(target, "tags", ())
         if is_getitem or (op is not None and op.row_wise) or (pointwise and self._broadcasts(node)):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.rows.get(n, self._restore(n)))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._row_or_plain)
             return self._set_rows(node, target, *args, **kwargs)
         return False
 
@@ -108,8 +111,7 @@ class _Flattening:
         return rank + 1 if self.rows.get(node) is node else rank
 
     def _reshape(self, node: fx.Node) -> bool:
-        x, sizes = node.args
-        x = self.rows.get(x, self._restore(x) if x not in self.rows else x)
+        x, sizes = self._row_or_plain(node.args[0]), node.args[1]
         if shape_of(node)[0] == 1 and len(shape_of(node)) > 1:
             return self._set_rows(node, node.target, x, list(sizes[1:]))
         return self._set_plain(node, node.target, x, sizes) if node.args[0] in self.rows else False
@@ -158,7 +160,7 @@ class _Flattening:
 
     def finish_output(self, output: fx.Node) -> None:
         """Results lose the batch dimension too."""
-        output.args = fx.map_arg(output.args, lambda n: self.rows.get(n, self._restore(n)))
+        output.args = fx.map_arg(output.args, self._row_or_plain)
         for node in reversed(self.obsolete):
             self.graph_module.graph.erase_node(node)
 
