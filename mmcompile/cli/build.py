@@ -67,6 +67,9 @@ def build(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every pass numerically with the graph before it.")
     ] = False,
+    score: Annotated[
+        bool, typer.Option("--score", help="Add a phase with the logits of every token, for perplexity.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of random weights and verification.")] = 0,
     attention: Annotated[str, typer.Option(help="transformers' spelling to capture: sdpa or eager.")] = "sdpa",
     workers: Annotated[int | None, typer.Option(help="Compiler processes [dim](default: one per core)[/dim].")] = None,
@@ -97,6 +100,7 @@ def build(
         required=tuple(_split(require or ())),
         disabled=tuple(_split(disable or ())),
         verify=verify,
+        score=score,
         seed=seed,
         attention=attention,
         workers=workers,

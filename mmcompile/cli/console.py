@@ -72,21 +72,3 @@ def print_tables(console: Console, *tables: Table) -> None:
 def mark(good: bool, text: str) -> Text:
     """A verdict in green or red."""
     return Text(text, style="green" if good else "bold red")
-
-
-def format_bytes(count: int) -> str:
-    """ "512 B", "1.5 KB", "98.2 MB": decimal units."""
-    size = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            break
-        size /= 1000
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def format_count(count: int) -> str:
-    """ "98624" -> "98.6 K", "134515008" -> "134.5 M"."""
-    for limit, unit in ((10**9, "G"), (10**6, "M"), (10**3, "K")):
-        if count >= limit:
-            return f"{count / limit:.1f} {unit}"
-    return str(count)

@@ -10,9 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from mmcompile.cli import views
-from mmcompile.cli.console import format_bytes, make_table, print_tables
+from mmcompile.cli.console import make_table, print_tables
 from mmcompile.core.errors import UsageError
 from mmcompile.core.plan import Launch, Phase, Plan, View
+from mmcompile.core.quantities import format_bytes
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from mmcompile.cli.console import Debug, Json, emit, format_count, make_table, mark, print_tables
+from mmcompile.cli.console import Debug, Json, emit, make_table, mark, print_tables
+from mmcompile.core.quantities import format_count
 
 
 def register(app: typer.Typer) -> None:
@@ -123,14 +124,16 @@ def models(as_json: Json = False, debug: Debug = False) -> None:
                 format_count(r["parameters"]),
                 r["layers"],
                 r["context"],
-                mark(True, "found") if r["weights"] else r["advice"],
+                mark(True, "found") if r["weights"] else "not here",
             )
             for r in records
         ]
         columns = ("name", "family", "parameters", "layers", "context", "weights")
         console.print(make_table("Models", columns, rows, numbers=(2, 3, 4)))
+        for advice in sorted({r["advice"] for r in records if r["advice"]}):
+            console.print(f"\nWeights: {advice}.", markup=False)
         console.print(
-            "\nOther doors: a Hugging Face directory or config.json, a .gguf file, file.py:factory for any nn.Module."
+            "Other doors: a Hugging Face directory or config.json, a .gguf file, file.py:factory for any nn.Module."
         )
 
     emit(records, as_json, view)

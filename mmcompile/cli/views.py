@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mmcompile.cli.console import format_bytes, format_count, make_table, mark, print_tables
+from mmcompile.cli.console import make_table, mark, print_tables
+from mmcompile.core.quantities import format_bytes, format_count
 
 Summary = Mapping[str, Any]
 
