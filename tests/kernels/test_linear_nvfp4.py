@@ -30,10 +30,10 @@ ARCH = SPEC.architectures[0]
 
 CASES = [
     # tokens, weight rows, k, activation, bias, residual
-    (1, 64, 576, "none", False, True),
-    (16, 100, 320, "none", True, True),
-    (5, 96, 64, "swiglu", True, True),
-    (7, 40, 16, "swiglu", False, False),
+    (1, 20, 576, "none", False, True),
+    (16, 44, 320, "none", True, True),
+    (5, 48, 64, "swiglu", True, True),
+    (7, 24, 16, "swiglu", False, False),
 ]
 
 
