@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import multiprocessing
 import os
 import re
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from mmcompile.core.kernel import CompiledKernel, KernelSource
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._assemble import assemble_ptx, capture_stderr, error_lines, ptxas_version
 from mmcompile.targets._cache import KernelCache, cache_key, default_cache_dir
+from mmcompile.targets._compile_worker import receive, send
 from mmcompile.targets._disassemble import build_ledger
 
 ENABLE_FP_FUSION = True
@@ -251,31 +252,47 @@ def compile_many(
     ]
 
 
-def _compile_timed(job: CompileJob) -> tuple[CompiledKernel, float]:
-    start = time.perf_counter()
-    return compile_kernel(job.source, job.architecture, job.spec), time.perf_counter() - start
-
-
 def _compile_all(jobs: dict[str, CompileJob], workers: int) -> Iterator[tuple[str, CompiledKernel, float]]:
-    """Compile each job, in this process or in a pool, and yield (key, kernel, seconds) as each is done."""
+    """Compile each job, in this process or in worker processes, and yield (key, kernel, seconds) as each is done."""
     if workers <= 1:
         for key, job in jobs.items():
-            yield key, *_compile_timed(job)
+            start = time.perf_counter()
+            yield key, compile_kernel(job.source, job.architecture, job.spec), time.perf_counter() - start
         return
-    waiting = dict(jobs)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(_compile_timed, job): key for key, job in jobs.items()}
-        try:
-            for future in as_completed(futures):
-                key = futures[future]
-                compiled, seconds = future.result()
-                del waiting[key]
-                yield key, compiled, seconds
-        except BrokenProcessPool as error:
-            names = sorted({job.source.name for job in waiting.values()})
-            raise ToolchainError(
-                f"a compiler process died; unfinished kernels: {', '.join(names)}",
-                fix="compile with one worker; a script that uses more needs an `if __name__ == '__main__'` guard",
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+    local = threading.local()
+    started: list[subprocess.Popen[bytes]] = []
+
+    def compile_remotely(job: CompileJob) -> tuple[CompiledKernel, float]:
+        if not hasattr(local, "process"):
+            command = [sys.executable, "-m", "mmcompile.targets._compile_worker"]
+            local.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            started.append(local.process)
+        return _ask(local.process, job)
+
+    pool = ThreadPoolExecutor(workers)
+    try:
+        futures = {pool.submit(compile_remotely, job): key for key, job in jobs.items()}
+        for future in as_completed(futures):
+            yield futures[future], *future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in started:
+            process.kill()
+        pool.shutdown(wait=True)
+        for process in started:
+            process.communicate()
+
+
+def _ask(process: subprocess.Popen[bytes], job: CompileJob) -> tuple[CompiledKernel, float]:
+    """Send one job to a worker and wait for its answer; raise the error it met."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        send(process.stdin, job)
+        result, seconds = receive(process.stdout)
+    except (EOFError, OSError) as error:
+        raise ToolchainError(
+            "a compiler process died", where=job.source.name, fix="look for its last words above, or use --workers 1"
+        ) from error
+    if isinstance(result, MMError):
+        raise result
+    return result, seconds

@@ -62,6 +62,10 @@ class BuildOptions:
         for name in ("page_size", "max_context", "max_tokens", "max_batch"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_batch > self.max_tokens:
+            raise UsageError(
+                f"max_batch ({self.max_batch}) exceeds max_tokens ({self.max_tokens})", fix="raise --max-tokens"
+            )
         if self.page_size < 8 or self.page_size & (self.page_size - 1):
             raise UsageError(f"page_size must be a power of two from 8 on, got {self.page_size}")
 
