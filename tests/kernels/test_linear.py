@@ -77,6 +77,14 @@ def test_rows_of_wider_buffers(runner, normal, template):
     assert max(outcome.errors) <= BOUNDS[torch.bfloat16]
 
 
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda t: t.name)
+def test_a_fixed_number_of_rows_needs_no_symbol(runner, normal, template):
+    tensors = make_tensors(normal, 4, 40, 64, "none", False, False, torch.bfloat16)
+    outcome = runner.run_op(template, tensors, {}, SPEC, ARCH, rows={}, symbols={})
+    assert [p.type for p in outcome.sources[0].parameters] == ["*bf16"] * 3
+    assert max(outcome.errors) <= BOUNDS[torch.bfloat16]
+
+
 def test_against_float64(runner, normal):
     """Absolute accuracy, whatever the reference rounds: half a unit in the last place of bfloat16 on average."""
     tensors = make_tensors(normal, 8, 64, 576, "none", False, False, torch.bfloat16)
