@@ -90,8 +90,7 @@ def tile_decode_split(sequence, kv_head, split, q, kv_cache, block_table, table_
                                 PAGE_STRIDE, HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE)
         scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * SCALE_LOG2
         scores = tl.where((position < last)[None, :], scores, float("-inf"))
-        maximum, total, accumulator = update_softmax(scores, values.to(query.dtype), maximum, total,
-        accumulator)
+        maximum, total, accumulator = update_softmax(scores, values.to(query.dtype), maximum, total, accumulator)
     row = sequence.to(tl.int64) * KV_HEADS * GROUP + head
     if SPLITS == 1:
         accumulator = accumulator / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -120,8 +119,7 @@ def tile_combine_splits(row, partial, stats, result, HEAD_DIM: tl.constexpr, D_B
                    mask=(total > 0.0)[:, None] & (width < HEAD_DIM)[None, :], other=0.0)
     mass = tl.sum(weight * total, axis=0)
     merged = tl.sum(rows * weight[:, None], axis=0) / tl.where(mass > 0.0, mass, 1.0)
-    tl.store(result + row.to(tl.int64) * HEAD_DIM + width, merged.to(result.dtype.element_ty), mask=width <
-    HEAD_DIM)
+    tl.store(result + row.to(tl.int64) * HEAD_DIM + width, merged.to(result.dtype.element_ty), mask=width < HEAD_DIM)
 
 
 @triton.jit
@@ -181,8 +179,7 @@ def tile_prefill(index, head, q, kv_cache, block_table, table_stride, seq_lens, 
         if WINDOW > 0:
             seen = seen & (position[None, :] > offset + local[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-        maximum, total, accumulator = update_softmax(scores, values.to(query.dtype), maximum, total,
-        accumulator)
+        maximum, total, accumulator = update_softmax(scores, values.to(query.dtype), maximum, total, accumulator)
     accumulator = accumulator / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(result + (row[:, None] * HEADS + head) * HEAD_DIM + width[None, :],
              accumulator.to(result.dtype.element_ty), mask=in_rows[:, None] & in_width[None, :])
@@ -230,22 +227,19 @@ def _constants(call: OpCall) -> dict[str, int | float | str]:
 def _name_parts(call: OpCall) -> tuple[str | int, ...]:
     q, cache = need(call, "q"), need(call, "kv_cache")
     window = int(call.attributes.get("window", 0))
-    return (short_dtype(q.dtype), f"kv{short_dtype(cache.dtype)}",
-            f"{q.shape[1]}x{cache.shape[1]}x{q.shape[2]}", f"page{cache.shape[2]}", f"window{window}" if
-            window > 0 else "")
+    return (short_dtype(q.dtype), f"kv{short_dtype(cache.dtype)}", f"{q.shape[1]}x{cache.shape[1]}x{q.shape[2]}",
+            f"page{cache.shape[2]}", f"window{window}" if window > 0 else "")
 
 
 def _key_block(call: OpCall) -> int:
-    """Keys a step: 64 for 2-byte heads of up to 128, fewer for wider rows, so that the stages fit in
-    shared memory."""
+    """Keys a step: 64 for 2-byte heads of up to 128, fewer for wider rows, so that the stages fit on chip."""
     q = need(call, "q")
     row_bytes = next_power_of_two(int(q.shape[2])) * (4 if q.dtype == "float32" else 2)
     return 64 if row_bytes <= 256 else 32
 
 
 def count_splits(call: OpCall, spec: TargetSpec) -> int:
-    """Chunks of keys a sequence: a power of two that gives one sequence about two programs for every unit,
-    at most 32."""
+    """Chunks of keys a sequence: a power of two for about two programs a unit and sequence, at most 32."""
     wanted = 2 * max(spec.units, 1) // int(need(call, "kv_cache").shape[1])
     return min(MAX_SPLITS, 1 << max(wanted, 2).bit_length() - 1)
 
@@ -262,9 +256,8 @@ def _emit_split(call: OpCall, splits: int) -> KernelSource:
         parameters += _PARTIALS
         outputs = "None, partial, stats"
     constants = _constants(call)
-    group = int(constants["GROUP"])
-    constants |= {"KV_HEADS": kv_heads, "GROUP_BLOCK": max(16, next_power_of_two(group)), "N_BLOCK":
-                  _key_block(call), "SPLITS": splits}
+    group_block = max(16, next_power_of_two(int(constants["GROUP"])))
+    constants |= {"KV_HEADS": kv_heads, "GROUP_BLOCK": group_block, "N_BLOCK": _key_block(call), "SPLITS": splits}
     body = f"""
         tile_decode_split(tl.program_id(0), tl.program_id(1), tl.program_id(2), q, kv_cache, block_table,
                           {table.strides[0]}, seq_lens, {outputs}, {_CACHE_ARGUMENTS}, KV_HEADS, GROUP,
@@ -282,15 +275,14 @@ def _emit_combine(call: OpCall, splits: int) -> KernelSource:
     q, (result,) = need(call, "q"), call.results
     heads, head_dim = int(q.shape[1]), int(q.shape[2])
     parameters = [*_PARTIALS, pointer("result", result)]
-    constants = {"HEADS": heads, "HEAD_DIM": head_dim, "D_BLOCK": next_power_of_two(head_dim)}
-    constants["SPLITS"] = splits
+    constants = {"HEADS": heads, "HEAD_DIM": head_dim, "D_BLOCK": next_power_of_two(head_dim), "SPLITS": splits}
     body = """
         row = tl.program_id(0) * HEADS + tl.program_id(1)
         tile_combine_splits(row, partial, stats, result, HEAD_DIM, D_BLOCK, SPLITS)
     """
     return emit_kernel(
-        name=kernel_name("paged_attention_combine", short_dtype(q.dtype), f"{heads}x{head_dim}",
-        f"split{splits}"), title="Paged attention, decode: merge the chunks of one sequence and head.",
+        name=kernel_name("paged_attention_combine", short_dtype(q.dtype), f"{heads}x{head_dim}", f"split{splits}"),
+        title="Paged attention, decode: merge the chunks of one sequence and head.",
         tiles=[tile_combine_splits], constants=constants, parameters=parameters, body=body,
         grid=(str(q.shape[0]), str(heads), "1"), num_warps=1,
     )
@@ -307,18 +299,17 @@ def _decode_scratch(call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
     return Scratch("partial", (*rows, q.shape[2]), "float32"), Scratch("stats", (*rows, 2), "float32")
 
 
-def _emit_decode_single(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource,
-    ...]: return (_emit_split(call, 1),)
+def _emit_decode_single(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
+    return (_emit_split(call, 1),)
 
 
 def _emit_prefill(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
     q, cache, table = need(call, "q"), need(call, "kv_cache"), need(call, "block_table")
     heads, (result,) = int(q.shape[1]), call.results
     query_block = 64 if q.dtype != "float32" and int(q.shape[2]) <= 128 else 32
-    strides = [p for p in symbol_parameters(table.strides[0]) if p.name != "batch"]
-    parameters = [pointer("q", q), pointer("kv_cache", cache), pointer("block_table", table), *strides,
-                  pointer("seq_lens", need(call, "seq_lens")), pointer("query_start", need(call,
-                  "query_start")), Parameter("batch", "i32", "batch"), pointer("result", result)]
+    parameters = [pointer("q", q), pointer("kv_cache", cache), pointer("block_table", table),
+                  *symbol_parameters("batch", table.strides[0]), pointer("seq_lens", need(call, "seq_lens")),
+                  pointer("query_start", need(call, "query_start")), pointer("result", result)]
     constants = _constants(call) | {"HEADS": heads, "M_BLOCK": query_block, "N_BLOCK": _key_block(call)}
     body = f"""
         tile_prefill(tl.program_id(0), tl.program_id(1), q, kv_cache, block_table, {table.strides[0]},
@@ -333,11 +324,17 @@ def _emit_prefill(call: OpCall, spec: TargetSpec, architecture: Architecture) ->
     ),)
 
 
+def _refuse_decode(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
+    return _refuse(call, "decode")
+
+
+def _refuse_prefill(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
+    return _refuse(call, "prefill")
+
+
 TEMPLATES = (
-    KernelTemplate("paged_attention_decode_split", "paged_attention", lambda call, spec, arch:
-                   _refuse(call, "decode"), _emit_decode, _decode_scratch, max_tokens=SPLIT_MAX_TOKENS),
-    KernelTemplate("paged_attention_decode", "paged_attention", lambda call, spec, arch: _refuse(call,
-                   "decode"), _emit_decode_single),
-    KernelTemplate("paged_attention_prefill", "paged_attention", lambda call, spec, arch: _refuse(call,
-                   "prefill"), _emit_prefill),
+    KernelTemplate("paged_attention_decode_split", "paged_attention", _refuse_decode, _emit_decode, _decode_scratch,
+                   max_tokens=SPLIT_MAX_TOKENS),
+    KernelTemplate("paged_attention_decode", "paged_attention", _refuse_decode, _emit_decode_single),
+    KernelTemplate("paged_attention_prefill", "paged_attention", _refuse_prefill, _emit_prefill),
 )

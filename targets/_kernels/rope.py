@@ -206,8 +206,8 @@ def _rotary_constants(call: OpCall, head_dim: int) -> dict[str, int]:
     table = need(call, "cos_sin")
     half = int(table.shape[1]) // 2
     rest = head_dim - 2 * half
-    return {"HEAD_DIM": head_dim, "COS_STRIDE": row_stride(table), "HALF": half, "HALF_BLOCK":
-            next_power_of_two(half), "REST_BLOCK": next_power_of_two(rest) if rest else 0}
+    return {"HEAD_DIM": head_dim, "COS_STRIDE": row_stride(table), "HALF": half,
+            "HALF_BLOCK": next_power_of_two(half), "REST_BLOCK": next_power_of_two(rest) if rest else 0}
 
 
 def _cache_constants(call: OpCall) -> dict[str, int]:
