@@ -123,6 +123,7 @@ def _run_one(
     count_before = len(graph_module.graph.nodes)
     started = time.perf_counter()
     result = item.run(graph_module, context)
+    check_order(graph_module, item.name)
     eliminate_dead_code(graph_module)
     check_structure(graph_module, item.name)
     seconds = time.perf_counter() - started
@@ -172,12 +173,17 @@ def eliminate_dead_code(graph_module: fx.GraphModule) -> None:
         delattr(owner, leaf)
 
 
-def check_structure(graph_module: fx.GraphModule, pass_name: str) -> None:
-    """Lint the graph and demand a fake value on every node that makes one."""
+def check_order(graph_module: fx.GraphModule, pass_name: str) -> None:
+    """Lint the graph: every value is defined before its use, every name is known."""
     try:
         graph_module.graph.lint()
     except RuntimeError as error:
-        raise VerificationError(f"pass {pass_name} left a malformed graph: {error}") from error
+        reason = str(error).splitlines()[0]
+        raise VerificationError(f"pass {pass_name} left a malformed graph: {reason}") from error
+
+
+def check_structure(graph_module: fx.GraphModule, pass_name: str) -> None:
+    """Demand a fake value on every node that makes one."""
     for node in graph_module.graph.nodes:
         if node.op in ("call_function", "get_attr", "placeholder") and "val" not in node.meta:
             raise VerificationError(f"pass {pass_name} left the node {node.name} without shape and dtype")
