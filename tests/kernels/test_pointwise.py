@@ -138,6 +138,7 @@ EXACT += ["_to_copy"]
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_programs_are_bitwise_equal(interpreter, data):
+    # The scalars are exact in every dtype: torch's CPU kernels round others differently in their vector and tail loops.
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
     dtypes = data.draw(st.lists(st.sampled_from([BF16, F16, F32]), min_size=1, max_size=3), "dtypes")
     shapes = [data.draw(st.sampled_from([(3, 7), (7,), (3, 1)])) for _ in dtypes[1:]]
@@ -149,7 +150,7 @@ def test_random_programs_are_bitwise_equal(interpreter, data):
         masks = [n for n, v in values.items() if v.dtype == torch.bool]
         op = data.draw(st.sampled_from([o for o in EXACT if o != "where" or masks]), "op")
         a = data.draw(st.sampled_from(floats), "a")
-        b = data.draw(st.one_of(st.sampled_from(floats), st.sampled_from([2, -0.75, 0.1])), "b")
+        b = data.draw(st.one_of(st.sampled_from(floats), st.sampled_from([2, -0.75, 0.125])), "b")
         args = [a] if op in (*UNARY_OPS, "_to_copy") else [a, b]
         args = [data.draw(st.sampled_from(masks), "mask"), *args] if op == "where" else args
         args[-1] = a if op in ("maximum", "minimum") and not isinstance(b, str) else args[-1]
