@@ -17,7 +17,9 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
     print(f"\n{title}\n")
     for index, row in enumerate(cells):
         print(
-            "| " + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) + " |"
+            "| "
+            + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            + " |"
         )
         if index == 0:
             print("|" + "|".join("-" * (w + 2) for w in widths) + "|")

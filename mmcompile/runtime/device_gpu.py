@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mmcompile.core.errors import ArtifactError
+from mmcompile.core.errors import ArtifactError, RequestError
 from mmcompile.core.plan import Binary, Choice, Kernel, Launch, Phase, Plan, View
 from mmcompile.runtime.executor import (
     Evaluation,
@@ -251,6 +252,19 @@ class GpuExecutor:
         finally:
             graph = self._driver.end_capture()
         return graph
+
+    def time_graph(self, repeats: int) -> float:
+        """Seconds per replay of the decode graph captured last, without the host's share. RequestError if none was."""
+        graphs = [program.graph for program in self._programs.values() if program.graph is not None]
+        if not graphs:
+            raise RequestError("no decode graph was captured yet", fix="run a few decode steps first")
+        self._driver.activate()
+        self._driver.synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            self._driver.replay(graphs[-1])
+        self._driver.synchronize()
+        return (time.perf_counter() - started) / repeats
 
     def _program(self, phase: str, inputs: Mapping[str, Tensor], symbols: Symbols) -> _Program:
         key = (phase, tuple(sorted(symbols.items())))

@@ -374,6 +374,13 @@ class Engine:
             "max_context": self.limits.max_context,
         }
 
+    def time_decode_graph(self, repeats: int = 100) -> float:
+        """Seconds per replay of the last decode step's CUDA graph; RequestError where nothing was captured."""
+        measure = getattr(self._executor, "time_graph", None)
+        if measure is None:
+            raise RequestError("this device has no graphs", fix="load the artifact with device='cuda'")
+        return float(measure(repeats))
+
     def close(self) -> None:
         """Free the device's memory."""
         self._executor.close()
