@@ -10,6 +10,7 @@ from mmcompile.targets._kernels import (
     linear,
     linear_nvfp4,
     norm,
+    pointwise,
     qkv,
     rope,
     sampling,
@@ -17,7 +18,7 @@ from mmcompile.targets._kernels import (
     two_step,
 )
 
-_MODULES = (norm, linear, linear_nvfp4, qkv, attention, rope, embedding, sampling, swiglu, two_step)
+_MODULES = (norm, linear, linear_nvfp4, qkv, attention, rope, embedding, sampling, swiglu, two_step, pointwise)
 
 
 def list_kernels(spec: TargetSpec) -> tuple[KernelTemplate, ...]:
