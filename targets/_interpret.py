@@ -44,12 +44,19 @@ class Interpreter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, source: KernelSource, arguments: Sequence[Argument], grid: tuple[int, int, int]) -> list[Argument]:
+    def run(
+        self,
+        source: KernelSource,
+        arguments: Sequence[Argument],
+        grid: tuple[int, int, int],
+        programs: Sequence[tuple[int, int, int]] | None = None,
+    ) -> list[Argument]:
         """Launch ``source`` over ``grid`` and return the arguments as they are after the run.
 
         Args:
             arguments: CPU tensors (views keep their strides, and tensors that share storage still share it) and
                 ints, in the order of ``source.parameters``. They are not changed themselves.
+            programs: run only these programs of the grid, in this order.
 
         Raises VerificationError, naming the kernel, if it fails or takes longer than the time-out.
         """
@@ -64,7 +71,8 @@ class Interpreter:
             script.write_text(source.text)
         storages, records = describe_arguments(arguments)
         save_file(storages, folder / "in.safetensors")
-        self._request(source.name, {"script": str(script), "arguments": records, "grid": list(grid)})
+        job = {"script": str(script), "arguments": records, "grid": list(grid), "programs": programs}
+        self._request(source.name, job)
         return rebuild_arguments(load_file(folder / "out.safetensors"), records)
 
     def close(self) -> None:

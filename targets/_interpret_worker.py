@@ -6,11 +6,13 @@ dots those integers; it also rounds halves up where the hardware rounds to even.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,12 +87,35 @@ def _load(path: Path, modules: dict[Path, ModuleType]) -> ModuleType:
     return modules[path]
 
 
+@contextlib.contextmanager
+def _only_programs(grid: tuple[int, ...], programs: list[tuple[int, ...]]) -> Iterator[None]:
+    """Within, program i of a launch over (len(programs), 1, 1) runs as ``programs[i]`` of ``grid``."""
+    builder = interpreter.interpreter_builder
+
+    def set_grid_dim(*_: int) -> None:
+        builder.grid_dim = grid
+
+    def set_grid_idx(x: int, *_: int) -> None:
+        builder.grid_idx = programs[x]
+
+    builder.set_grid_dim, builder.set_grid_idx = set_grid_dim, set_grid_idx
+    try:
+        yield
+    finally:
+        del builder.set_grid_dim, builder.set_grid_idx
+
+
 def _run(job: dict[str, Any], folder: Path, modules: dict[Path, ModuleType]) -> str:
     """Run one job; return the last line of the traceback, or an empty string."""
     try:
         storages = load_file(folder / "in.safetensors")
         arguments = rebuild_arguments(storages, job["arguments"])
-        _load(Path(job["script"]), modules).kernel[tuple(job["grid"])](*arguments)
+        kernel, grid = _load(Path(job["script"]), modules).kernel, tuple(job["grid"])
+        if job["programs"] is None:
+            kernel[grid](*arguments)
+        else:
+            with _only_programs(grid, [tuple(p) for p in job["programs"]]):
+                kernel[(len(job["programs"]), 1, 1)](*arguments)
         save_file(storages, folder / "out.safetensors")
     except Exception:
         return traceback.format_exc().strip().splitlines()[-1]

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from mmcompile.cli.console import Debug, Json, emit, make_table, mark, print_error
+from mmcompile.cli.progress import show_progress
 
 _EPILOG = """[b]Examples[/b]
 
@@ -40,7 +41,11 @@ def verify(
     from mmcompile.driver.verify import verify_artifact
 
     targets = [name for value in target or () for name in value.split(",") if name]
-    records = [vars(record) for record in verify_artifact(artifact, targets or None, pattern=kernel, quick=quick)]
+    with show_progress(silent=as_json) as watch:
+        verdicts = verify_artifact(
+            artifact, targets=targets or None, kernel_pattern=kernel, quick=quick, progress=watch
+        )
+    records = [vars(verdict) for verdict in verdicts]
     failed = [r for r in records if r["verdict"] == "failed"]
     emit({"records": records, "failed": len(failed)}, as_json, lambda console: _print_records(console, records))
     if failed:
@@ -60,11 +65,11 @@ def _print_records(console: Console, records: list[dict[str, Any]]) -> None:
             f"{r['relative_error']:.1e}",
             f"{r['bound']:.1e}",
             mark(r["verdict"] != "failed", r["verdict"]),
-            ", ".join(r["proofs"]),
+            "; ".join(part for part in (", ".join(r["proofs"]), r["coverage"], r["reason"]) if part),
         )
         for r in records
     ]
-    columns = ("kernel", "target", "operation", "cases", "max error", "relative", "bound", "verdict", "proofs")
+    columns = ("kernel", "target", "operation", "cases", "max error", "relative", "bound", "verdict", "passed")
     console.print(make_table("Every file has the hash that the manifest records.", columns, rows, numbers=(3, 4, 5, 6)))
     verdicts = [r["verdict"] for r in records]
     console.print(f"\n{', '.join(f'{verdicts.count(v)} {v}' for v in ('ok', 'failed', 'skipped'))}")

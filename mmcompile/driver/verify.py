@@ -1,0 +1,246 @@
+"""Prove every kernel of an artifact on the CPU, from the artifact alone: binaries, ledgers, limits, and numerics."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import queue
+import re
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmcompile.core.errors import LoweringError, UsageError, unknown_name
+from mmcompile.core.expression import find_symbols
+from mmcompile.core.kernel import CompiledKernel, KernelSource, Parameter
+from mmcompile.core.plan import Binary, Choice, Launch, Plan, View
+from mmcompile.driver.progress import Progress, silent
+from mmcompile.driver.targets import load_target
+from mmcompile.driver.verify_inputs import list_decoder_cases, list_module_cases
+from mmcompile.driver.verify_run import Check, Outcome, run_check
+from mmcompile.runtime.artifact import Artifact, open_artifact
+from mmcompile.targets._disassemble import count_instructions
+from mmcompile.targets._interpret import Interpreter
+from mmcompile.targets._target import Target
+
+_SEQUENCE_INPUTS = {"query_start", "seq_lens", "block_table", "slot_mapping"}
+
+
+@dataclass(frozen=True)
+class KernelVerdict:
+    """What was proven of the kernels of one choice of an operation.
+
+    Attributes:
+        kernel: names of its kernels in launch order, joined by " + ". cases: input sets that ran.
+        max_error: largest absolute error. relative_error: largest norm of the error over the norm of the reference.
+        bound: what ``relative_error`` may be (driver.verify_run.BOUNDS); single elements are held to a looser one.
+        verdict: "ok", "failed" or "skipped", with the ``reason``.
+        proofs: what it passed of "assembled" (binaries are the recorded ones and within the target's limits),
+            "ledger" (they hold the promised instructions) and "interpreter".
+        coverage: "" if every program of every grid ran, else e.g. "programs 32 of 3072".
+    """
+
+    target: str
+    kernel: str
+    op: str
+    template: str
+    cases: int
+    max_error: float
+    relative_error: float
+    bound: float
+    verdict: str
+    proofs: tuple[str, ...]
+    seconds: float
+    reason: str = ""
+    coverage: str = ""
+
+
+@dataclass
+class _Unit:
+    """Equal choices of one target: the check, its identity across targets, and what the static checks found."""
+
+    target: str
+    check: Check
+    key: str
+    proofs: tuple[str, ...] = ()
+    reasons: list[str] = field(default_factory=list)
+
+
+def verify_artifact(
+    path: str | Path,
+    *,
+    targets: Sequence[str] | None = None,
+    kernel_pattern: str | None = None,
+    quick: bool = False,
+    progress: Progress = silent,
+    workers: int = 2,
+) -> list[KernelVerdict]:
+    """Verify the kernels of an artifact.
+
+    Equal choices (the layers of a model) count as one, and equal sources run once for all targets. Every choice runs
+    in Triton's interpreter on seeded inputs, with the plan's own grids, arguments and strides, in poisoned memory,
+    and is compared with the operation's reference. Weights are random, so an artifact without weights will do.
+
+    Args:
+        targets: names of the artifact's targets, by default all. kernel_pattern: shell pattern; only choices with a
+            kernel whose name matches. quick: one case for each choice. workers: interpreter processes.
+
+    Returns: verdicts in the order of targets, phases and launches. Raises ArtifactError for a damaged artifact and
+    UsageError for an unknown target or a pattern that matches nothing.
+    """
+    artifact = open_artifact(path)
+    for name in targets or ():
+        if name not in artifact.manifest.targets:
+            raise unknown_name("target", name, artifact.manifest.targets, where=str(path))
+    units = [u for name in targets or sorted(artifact.manifest.targets) for u in _list_units(artifact, name, quick)]
+    if kernel_pattern is not None:
+        units = [u for u in units if any(fnmatch.fnmatch(k, kernel_pattern) for k in u.check.sources)]
+        if not units:
+            raise UsageError(f"no kernel of the artifact matches {kernel_pattern!r}", where=str(path))
+    outcomes = _run_units(units, max(1, workers), progress)
+    return [_judge(unit, *outcomes[unit.key]) for unit in units]
+
+
+def _list_units(artifact: Artifact, target_name: str, quick: bool) -> list[_Unit]:
+    """Every different choice of a target's plan, statically checked."""
+    plan, target = artifact.plan(target_name), load_target(target_name)
+    sources = {name: _read_source(artifact, plan, name) for name in plan.kernels}
+    found = {name: _check_kernel(artifact, plan, target, sources[name]) for name in plan.kernels}
+    units: dict[str, _Unit] = {}
+    for phase in plan.phases.values():
+        for launch in phase.launches:
+            above = 0
+            for choice in launch.choices:
+                unit = _make_unit(artifact, plan, phase.name, launch, choice, above, sources, quick)
+                above = choice.max_tokens or above
+                unit.reasons = [found[k] for k in unit.check.sources if found[k]]
+                unit.proofs = () if unit.reasons else ("assembled", "ledger")
+                units.setdefault(unit.key, unit)
+    return list(units.values())
+
+
+def _make_unit(
+    artifact: Artifact, plan: Plan, phase: str, launch: Launch, choice: Choice, above: int,
+    sources: Mapping[str, KernelSource], quick: bool,
+) -> _Unit:  # fmt: skip
+    if artifact.manifest.kind == "decoder":
+        kind = phase if _sees_sequences(launch) else "prefill" if phase == "decode" else phase
+        cases = list_decoder_cases(plan, kind, launch.op, above, choice.max_tokens, quick)
+    else:
+        cases = list_module_cases(plan, above, choice.max_tokens, quick)
+    used = {k.kernel: sources[k.kernel] for k in choice.kernels}
+    check = Check(launch, choice, plan.buffers, used, tuple(cases))
+    return _Unit(plan.target, check, _identify(check))
+
+
+def _sees_sequences(launch: Launch) -> bool:
+    """True if a launch reads how tokens are spread over sequences, or has a row for each sequence."""
+    views = [*launch.inputs.values(), *launch.outputs]
+    symbols = {s for v in views if v is not None for d in v.shape for s in find_symbols(d)}
+    return "batch" in symbols or not _SEQUENCE_INPUTS.isdisjoint(launch.inputs)
+
+
+def _identify(check: Check) -> str:
+    """Text that is equal for choices that must behave alike: buffers numbered by first use, sources by their text."""
+    numbers: dict[str, int] = {}
+
+    def describe(view: Any) -> Any:
+        if not isinstance(view, View):
+            return view
+        buffer = check.buffers[view.buffer]
+        number = numbers.setdefault(view.buffer, len(numbers))
+        return [number, buffer.dtype, buffer.shape, view.shape, view.strides, view.offset]
+
+    launch = check.launch
+    parts = [
+        launch.op, launch.attributes, {k: describe(v) for k, v in sorted(launch.inputs.items())},
+        [describe(v) for v in launch.outputs],
+        [[check.sources[k.kernel].digest, k.grid, [describe(a) for a in k.arguments]] for k in check.choice.kernels],
+        [[c.symbols, c.lengths, c.new] for c in check.cases],
+    ]  # fmt: skip
+    return json.dumps(parts, sort_keys=True)
+
+
+def _read_source(artifact: Artifact, plan: Plan, name: str) -> KernelSource:
+    kernel = plan.kernels[name]
+    parameters = tuple(Parameter(p, kind, "") for p, kind in kernel.parameters)
+    warps = next((b.num_warps for b in kernel.binaries.values()), 4)
+    text = (artifact.root / kernel.source).read_text()
+    return KernelSource(name, text, parameters, ("1", "1", "1"), warps, kernel.num_stages, dict(kernel.expectations))
+
+
+def _check_kernel(artifact: Artifact, plan: Plan, target: Target, source: KernelSource) -> str:
+    """Hash, limits, ledger of every binary of a kernel; the first objection, or ""."""
+    kernel = plan.kernels[source.name]
+    missing = [a.name for a in target.spec.architectures if a.name not in kernel.binaries]
+    if missing:
+        return f"{source.name} has no binary for {missing[0]}"
+    for architecture, binary in kernel.binaries.items():
+        data = artifact.read_binary(source.name, binary)
+        assembly = (artifact.root / binary.assembly).read_text()
+        compiled = CompiledKernel(source, architecture, assembly, data, _describe_binary(binary, assembly))
+        counted = count_instructions(assembly, "hip" if target.spec.backend == "hip" else "ptx")
+        recorded = {k: n for k, n in binary.ledger.items() if not k[:1].isupper()}
+        if counted != recorded:
+            return f"{source.name} ({architecture}): the recorded ledger is not that of {binary.assembly}"
+        try:
+            target.check(compiled)
+        except LoweringError as error:
+            return error.what
+    return ""
+
+
+def _describe_binary(binary: Binary, assembly: str) -> dict[str, Any]:
+    """The metadata that Target.check reads."""
+    columns = [int(n) for n in re.findall(r"tcgen05\.alloc[^;]*,\s*(\d+);", assembly)]
+    listings = ["ptx", "sass"] if any(k[:1].isupper() for k in binary.ledger) else ["ptx"]
+    return binary.model_dump() | {"tmem_size": max(columns, default=0), "ledger_from": listings}
+
+
+def _run_units(units: list[_Unit], workers: int, progress: Progress) -> dict[str, tuple[Outcome, float]]:
+    """Outcome and seconds of every different unit."""
+    todo = {unit.key: unit for unit in reversed(units)}
+    done: dict[str, tuple[Outcome, float]] = {}
+    with ExitStack() as stack, ThreadPoolExecutor(workers) as pool:
+        free: queue.Queue[Interpreter] = queue.Queue()
+        for _ in range(workers):
+            free.put(stack.enter_context(Interpreter()))
+
+        def run(unit: _Unit) -> tuple[Outcome, float]:
+            interpreter, start = free.get(), time.perf_counter()
+            try:
+                return run_check(unit.check, interpreter), time.perf_counter() - start
+            finally:
+                free.put(interpreter)
+
+        futures = {pool.submit(run, todo[key]): key for key in dict.fromkeys(unit.key for unit in units)}
+        for future in as_completed(futures):
+            key = futures[future]
+            done[key] = future.result()
+            progress("verify", _name(todo[key].check), len(done), len(todo))
+    return done
+
+
+def _name(check: Check) -> str:
+    return " + ".join(k.kernel for k in check.choice.kernels)
+
+
+def _judge(unit: _Unit, outcome: Outcome, seconds: float) -> KernelVerdict:
+    reasons = list(unit.reasons)
+    if outcome.failure:
+        reasons.append(f"{_name(unit.check)}, {outcome.failure}")
+    verdict, proofs = "failed" if reasons else "ok", unit.proofs
+    if not unit.check.cases:
+        verdict = verdict if reasons else "skipped"
+        reasons.append("no token count within the plan's limits reaches this choice")
+    elif not outcome.failure:
+        proofs = (*proofs, "interpreter")
+    return KernelVerdict(
+        unit.target, _name(unit.check), unit.check.launch.op, unit.check.choice.template, outcome.cases,
+        outcome.max_error, outcome.relative_error, outcome.bound, verdict, proofs, seconds, "; ".join(reasons),
+        outcome.coverage,
+    )  # fmt: skip
