@@ -80,11 +80,14 @@ def _find_angles(graph_module: fx.GraphModule, positions: fx.Node) -> set[fx.Nod
     """Floating-point calls computed from positions and constants alone."""
     found: set[fx.Node] = set()
     known: set[fx.Node] = {positions}
+    constant: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
         inputs = node.all_input_nodes
+        if node.op == "get_attr" or (node.op == "call_function" and all(i in constant for i in inputs)):
+            constant.add(node)
         if node.op != "call_function" or not any(i in known for i in inputs):
             continue
-        if all(i in known or i.op == "get_attr" or not isinstance(i.meta["val"], Tensor) for i in inputs):
+        if all(i in known or i in constant or not isinstance(i.meta["val"], Tensor) for i in inputs):
             known.add(node)
             value = node.meta["val"]
             if isinstance(value, Tensor) and value.is_floating_point():
