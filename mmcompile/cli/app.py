@@ -13,7 +13,7 @@ import typer
 import mmcompile
 from mmcompile.cli import build, inspect, lists, run, verify
 from mmcompile.cli.console import print_error, print_json
-from mmcompile.core.errors import MMError
+from mmcompile.core.errors import MMError, unknown_name
 
 # typer carries its own copy of click; its public BadParameter leads to the base class of all usage errors.
 _UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = {"what": error.what, "where": error.where, "fix": error.fix}
         return _fail(words, str(error), error.exit_code, document)
     except _UsageProblem as problem:
-        return _fail(words, problem.format_message(), problem.exit_code, {"what": problem.format_message()})
+        sentence = _describe(problem)
+        return _fail(words, sentence, problem.exit_code, {"what": sentence})
     except KeyboardInterrupt:
         return _fail(words, "interrupted.", _INTERRUPTED, {"what": "interrupted"})
     except BrokenPipeError:
@@ -77,6 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = f"internal error, {type(error).__name__}: {error}"
         sentence = f"{what}; run again with --debug and report the traceback."
         return _fail(words, sentence, MMError.exit_code, {"what": what})
+
+
+def _describe(problem: Any) -> str:
+    """The sentence of a usage error; an unknown option gets the closest known one."""
+    option = getattr(problem, "option_name", None)
+    if option is None or not hasattr(problem, "possibilities"):
+        return str(problem.format_message())
+    known = [name for parameter in problem.ctx.command.params for name in parameter.opts]
+    return str(unknown_name("option", option, known))
 
 
 def _fail(words: list[str], sentence: str, code: int, document: dict[str, str]) -> int:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mmcompile.cli import views
-from mmcompile.cli.console import Debug, Json, emit, make_console
+from mmcompile.cli.console import Debug, Json, emit
+from mmcompile.cli.progress import Watch, show_progress
 
 _EPILOG = """[b]Examples[/b]
 
@@ -105,7 +102,7 @@ def build(
         attention=attention,
         workers=workers,
     )
-    with _show_progress(silent=as_json) as watch:
+    with show_progress(silent=as_json) as watch:
         path = run_build(model, out, options, force=force, progress=watch)
     _report(path, watch, as_json)
 
@@ -125,72 +122,6 @@ def _parse_option(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
-
-
-class Watch:
-    """A progress function (see driver.progress) that keeps times and what was compiled.
-
-    Attributes: seconds by step; compiled: the compiler's account by target.
-    """
-
-    def __init__(self, console: Console | None, bars: Progress | None) -> None:
-        self.seconds: dict[str, float] = {}
-        self.compiled: dict[str, str] = {}
-        self._console, self._bars = console, bars
-        self._step, self._target, self._started = "", "", time.perf_counter()
-        self._begun = self._started
-
-    def __call__(self, step: str, detail: str, done: int, total: int) -> None:
-        if step == "compiled":
-            self.compiled[self._target] = detail
-        if step == "lower":
-            self._target = detail
-        label = {"lower": f"lower {detail}", "compile": f"compile {self._target}", "compiled": ""}.get(step, step)
-        if label and label != self._step:
-            self._begin(label, detail)
-        if self._bars and label:
-            self._bars.update(self._task, completed=done, total=max(total, 1), detail=detail)
-
-    def _begin(self, label: str, detail: str) -> None:
-        self.close_step()
-        self._step = label
-        if self._bars:
-            self._task = self._bars.add_task(label, total=1, detail=detail)
-        elif self._console:
-            self._console.print(label, style="dim", markup=False)
-
-    def close_step(self) -> None:
-        """End the step at hand."""
-        now = time.perf_counter()
-        if self._step:
-            self.seconds[self._step] = self.seconds.get(self._step, 0.0) + now - self._started
-            if self._bars:
-                self._bars.update(self._task, completed=self._bars.tasks[self._task].total, detail="")
-        self._started = now
-
-    @property
-    def total(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self._begun
-
-
-@contextmanager
-def _show_progress(*, silent: bool) -> Iterator[Watch]:
-    """Bars on a terminal, a line per step in a pipe, nothing if ``silent``; always on stderr."""
-    console = make_console(stderr=True)
-    if silent or not console.is_terminal:
-        watch = Watch(None if silent else console, None)
-        yield watch
-        watch.close_step()
-        return
-    columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[detail]}"),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as bars:
-        watch = Watch(console, bars)
-        yield watch
-        watch.close_step()
 
 
 def _report(path: Path, watch: Watch, as_json: bool) -> None:

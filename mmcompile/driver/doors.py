@@ -14,7 +14,7 @@ from mmcompile.capture.decoder import capture_decoder, capture_gguf, capture_hug
 from mmcompile.capture.export import Captured
 from mmcompile.capture.module import capture_file
 from mmcompile.core.discover import list_names, load_module
-from mmcompile.core.errors import CheckpointError, unknown_name
+from mmcompile.core.errors import CheckpointError, UsageError, unknown_name
 from mmcompile.driver.options import BuildOptions
 
 
@@ -42,7 +42,8 @@ def open_door(model: str, options: BuildOptions) -> Captured:
         return capture_gguf(path, attention=options.attention, **rest)
     if path.is_dir() or (path.is_file() and path.name.endswith(".json")):
         return capture_huggingface(path, attention=options.attention, **rest)
-    raise unknown_name("model", model, named, where="a model is a name, a directory, a .gguf file or file.py:factory")
+    unknown = unknown_name("model", model, named)
+    raise UsageError(unknown.what, fix=f"{unknown.fix}, or name a directory, a .gguf file or file.py:factory")
 
 
 def _capture_named(name: str, module: ModuleType, options: BuildOptions) -> Captured:

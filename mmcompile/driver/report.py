@@ -20,7 +20,7 @@ from mmcompile.driver.summary import (
 )
 
 _BAR_WIDTH, _ROW_HEIGHT = 520, 22
-_BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP, _BOX_LEFT = 620, 58, 22, 70
+_BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP, _BOX_LEFT = 700, 70, 22, 70
 _LARGEST_BUFFERS = 12
 _MEMORY_LABELS = (("weight", "weights"), ("derived", "derived at load"), ("arena", "arena"))
 
