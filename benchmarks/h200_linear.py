@@ -95,12 +95,12 @@ def compare(entries: list[dict], folder: Path, rows: int, k: int, tokens: int, b
         copies = 1 if temperature == "hot" else max(2, COLD_BYTES // bytes_of["linear_nvfp4"])
         copies = min(copies, 400)
         weights = make_weights(rows, k, copies)
-        cublas = time_graph(lambda i: torch.nn.functional.linear(x, weights[i]["weight"]), copies)
+        cublas = time_graph(lambda i, w=weights: torch.nn.functional.linear(x, w[i]["weight"]), copies)
         for op in ("linear", "linear_nvfp4"):
             entry = next(e for e in entries if e["op"] == op and (e["max_tokens"] or 1 << 30) >= tokens)
             launch, out = load(folder, entry), torch.full((tokens, rows), float("nan"), device="cuda").bfloat16()
 
-            def call(i: int, launch=launch, out=out, entry=entry) -> None:
+            def call(i: int, launch=launch, out=out, entry=entry, weights=weights) -> None:
                 values = {**weights[i], "x": x, "result": out, "tokens": tokens}
                 launch([values[name] for name in entry["arguments"]], tokens)
 
