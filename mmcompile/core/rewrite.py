@@ -91,20 +91,21 @@ def _written_names(traced: fx.GraphModule) -> list[str]:
 def apply_rules(graph_module: fx.GraphModule, rules: Sequence[Rewrite]) -> PassResult:
     """Apply each rule in turn wherever it matches, last node first; report matches and near misses.
 
-    A near miss is dropped where another of the rules matched after all: variants of one fusion stand in one file.
+    The rules are variants of one fusion: a near miss is dropped where another of them matched after all, and of several
+    at one anchor the one that came furthest is kept.
     """
     result = PassResult()
-    misses: list[tuple[fx.Node, NearMiss]] = []
+    misses: dict[fx.Node, tuple[int, NearMiss]] = {}
     for rule in rules:
         _apply_rule(graph_module, rule, result, misses)
-    result.near_misses = [miss for anchor, miss in misses if not getattr(anchor, "_erased", False)]
+    result.near_misses = [miss for anchor, (_, miss) in misses.items() if not getattr(anchor, "_erased", False)]
     graph_module.graph.lint()
     graph_module.recompile()
     return result
 
 
 def _apply_rule(
-    graph_module: fx.GraphModule, rule: Rewrite, result: PassResult, misses: list[tuple[fx.Node, NearMiss]]
+    graph_module: fx.GraphModule, rule: Rewrite, result: PassResult, misses: dict[fx.Node, tuple[int, NearMiss]]
 ) -> None:
     matcher = Matcher(rule.traced[0])
     target = matcher.roots[0].target
@@ -116,9 +117,10 @@ def _apply_rule(
         if bindings is not None:
             refused = _guard(rule, bindings) or _replace(graph_module, rule, matcher, bindings, result)
             if refused:
-                misses.append((node, NearMiss(rule.name, node.name, refused, source_of(node))))
+                misses[node] = matcher.size, NearMiss(rule.name, node.name, refused, source_of(node))
         elif failure is not None and failure.depth >= min(rule.enough, matcher.size - 1) > 0:
-            misses.append((node, NearMiss(rule.name, failure.node, failure.reason, failure.source)))
+            miss = failure.depth, NearMiss(rule.name, failure.node, failure.reason, failure.source)
+            misses[node] = max(misses.get(node, miss), miss, key=lambda entry: entry[0])
 
 
 def _by_name(bindings: Bindings) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, ValueRangesSLoc
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from mmcompile.core.expression import Expression
@@ -35,6 +35,7 @@ def make_symbol(mode: FakeTensorMode, name: str, low: int, high: int, hint: int)
     symbol = sympy.Symbol(name, positive=True, integer=True)
     env.backed_var_to_val[symbol] = sympy.Integer(hint)
     env.var_to_range[symbol] = ValueRanges(low, high)
+    env.var_to_range_sloc[symbol] = ValueRangesSLoc(env._get_sloc(), env._get_sloc())
     env.var_to_sources[symbol] = [ConstantSource(name)]
     size = env.create_symintnode(symbol, hint=hint)
     assert isinstance(size, torch.SymInt)

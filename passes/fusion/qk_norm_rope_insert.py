@@ -77,6 +77,6 @@ _IRRELEVANT = (
     ("v_shape", "the guard demands that it equals k_shape"),
 )
 RULES = [
-    Rewrite("qk_norm_rope_insert", pattern_norm, replacement_norm, guard, _IRRELEVANT, enough=3),
-    Rewrite("rope_insert", pattern, replacement, guard, _IRRELEVANT, enough=3),
+    Rewrite("qk_norm_rope_insert", pattern_norm, replacement_norm, guard, _IRRELEVANT, enough=1),
+    Rewrite("rope_insert", pattern, replacement, guard, _IRRELEVANT, enough=1),
 ]

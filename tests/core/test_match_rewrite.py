@@ -183,11 +183,14 @@ def test_a_write_does_not_move_past_a_reader():
 
     class Model(nn.Module):
         def forward(self, k, cache, slots):
-            MM.insert_kv(k, k, cache, slots)
             return k.exp() * cache.sum()
 
     inputs = {"k": torch.randn(2, 1, 4), "cache": torch.zeros(1, 1, 4, 8), "slots": torch.tensor([0, 1])}
-    result = apply_rules(capture_module(Model(), inputs).graph_module, [late])
+    graph = capture_module(Model(), inputs).graph_module  # capture makes writes functional, hence the insertion here
+    k, cache, slots = graph.graph.find_nodes(op="placeholder")
+    with graph.graph.inserting_after(slots):
+        graph.graph.call_function(MM.insert_kv.default, (k, k, cache, slots)).meta["val"] = None
+    result = apply_rules(graph, [late])
     assert not result.matches
     assert result.near_misses[0].reason == "it would move a write past sum_1, which uses the same tensor"
 

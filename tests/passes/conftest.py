@@ -1,11 +1,14 @@
 """A small decoder that is already standardised: mm:: ops only, token-major, stateless."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 from mmcompile.capture.export import capture_module
 from mmcompile.core import ops as _ops  # noqa: F401  registers mm::
+from mmcompile.core.runner import copy_graph
 
 MM = torch.ops.mm
 
@@ -73,6 +76,7 @@ class StandardDecoder(nn.Module):
         return MM.linear(MM.rms_norm(x, self.norm, 1e-5, 0.0, True), self.head)
 
 
+@functools.cache
 def export_standard(**options):
     """Export a StandardDecoder to a graph as capture + standardise leave it."""
     example = {"input_ids": torch.arange(6, dtype=torch.int32), "positions": torch.arange(6, dtype=torch.int32)}
@@ -84,5 +88,5 @@ def export_standard(**options):
 
 @pytest.fixture
 def standard_decoder():
-    """Factory of exported standard decoders."""
-    return export_standard
+    """Factory of exported standard decoders; every call gives a graph of its own."""
+    return lambda **options: copy_graph(export_standard(**options))
