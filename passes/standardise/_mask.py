@@ -9,10 +9,11 @@ from mmcompile.passes._edit import (
     SYM_SIZE,
     Refusal,
     depends_on_value,
+    dtype_of,
     evaluate,
     find_ancestors,
-    find_input,
     is_call,
+    is_dynamic,
     shape_of,
 )
 
@@ -28,8 +29,9 @@ def prove_causal(graph_module: fx.GraphModule, mask: fx.Node, max_context: int) 
     are true where attention is allowed, the others are added to the scores: 0, or as good as minus infinity.
     Raises Refusal naming the first element that differs.
     """
-    if depends_on_value(mask, "input_ids"):
-        raise Refusal(mask, "the mask depends on the token ids")
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        if node.target != "positions" and depends_on_value(mask, str(node.target)):
+            raise Refusal(mask, f"the mask depends on the values of {node.target}")
     literals = {v for v in _find_literals(mask) if 1 < v < max_context}
     if literals and max(literals) > _LARGEST - 2:
         raise Refusal(mask, f"its computation holds {max(literals)}, too large to test for a window of that size")
@@ -62,10 +64,13 @@ def _find_literals(mask: fx.Node) -> set[int]:
 
 def _evaluate(graph_module: fx.GraphModule, mask: fx.Node, size: int, offset: int) -> Tensor:
     """Boolean [size, size], true where attention is allowed, for positions offset .. offset + size - 1."""
-    positions = find_input(graph_module, "positions") or find_input(graph_module, "input_ids")
-    rank = len(shape_of(positions)) if positions is not None else 1
-    row = (torch.arange(size) + offset).reshape([1] * (rank - 1) + [size])
-    values = evaluate(graph_module, mask, {"positions": row, "input_ids": torch.zeros_like(row)})
+    inputs = {}
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        shape = [size if is_dynamic(d) else int(d) for d in shape_of(node)]
+        inputs[str(node.target)] = torch.zeros(shape, dtype=dtype_of(node))
+    if "positions" in inputs:
+        inputs["positions"] = inputs["positions"] + torch.arange(size) + offset
+    values = evaluate(graph_module, mask, inputs)
     values = values.expand(*values.shape[:-2], size, size)
     if values.numel() != size * size:
         raise Refusal(mask, f"the mask has shape {list(values.shape)}: it differs between heads or sequences")

@@ -119,7 +119,7 @@ def _check_token_major(graph_module: torch.fx.GraphModule) -> None:
 
 
 def _check_window(graph_module: torch.fx.GraphModule, window: int) -> None:
-    found = [n.args[4] for n in graph_module.graph.nodes if "attention" in operation_name(n.target)]
+    found = [n.args[4] for n in graph_module.graph.nodes if operation_name(n.target) == "mm.attention"]
     assert found == [window] * LAYERS
 
 
