@@ -156,7 +156,7 @@ def describe_sequences(case: Case, page: int, generator: torch.Generator) -> dic
 
 
 def fill_operands(launch: Launch, views: Mapping[str, Tensor], case: Case, seed: int) -> None:
-    """Write seeded values into the tensors ``views`` (by input name) of a launch; unused cache rows stay as they are."""
+    """Write seeded values into the tensors ``views`` (by input name) of a launch; unused cache rows stay."""
     generator = torch.Generator().manual_seed(seed)
     op = launch.op.removeprefix("mm.")
     known: dict[str, Tensor] = {}

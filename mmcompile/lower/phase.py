@@ -182,7 +182,7 @@ class PhaseLowering:
         operands = {k: self.operands.operand(v) for k, v in inputs.items()}
         results = tuple(r for r in (self.operands.operand(v) for v in outputs) if isinstance(r, Operand))
         call = OpCall(base, operands, results, attributes | {"phase": self.name})
-        selected, reason = self.selector.select(call, self.symbols.get("tokens", 1))
+        selected, reason = self.selector.select(call, self.symbols.get("tokens"))
         return tuple(self._bind(name, s, inputs, outputs) for s in selected), reason
 
     def _find_misaligned(self, views: list[View | None]) -> str:

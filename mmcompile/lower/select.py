@@ -32,14 +32,17 @@ class Selector:
     portable: bool = False
     _memory: dict[str, tuple[tuple[Selected, ...], str]] = field(default_factory=dict)
 
-    def select(self, call: OpCall, largest: int) -> tuple[tuple[Selected, ...], str]:
-        """Choices in ascending order of token counts, the last covering ``largest`` tokens; or () and the reason."""
+    def select(self, call: OpCall, largest: int | None) -> tuple[tuple[Selected, ...], str]:
+        """Choices in ascending order of token counts, the last covering ``largest`` tokens; or () and the reason.
+
+        ``largest`` None: the graph has no token count to choose by, so only kernels for any number will do.
+        """
         key = repr((call, largest))
         if key not in self._memory:
             self._memory[key] = self._choose(call, largest)
         return self._memory[key]
 
-    def _choose(self, call: OpCall, largest: int) -> tuple[tuple[Selected, ...], str]:
+    def _choose(self, call: OpCall, largest: int | None) -> tuple[tuple[Selected, ...], str]:
         chosen: list[Selected] = []
         passed: list[str] = []
         common = common_architecture(self.spec)
@@ -49,6 +52,9 @@ class Selector:
                 continue
             if template.max_tokens is not None and template.max_tokens <= covered:
                 continue
+            if template.max_tokens is not None and largest is None:
+                passed.append(f"{template.name}: it serves {template.max_tokens} tokens, the graph counts none")
+                continue
             refusal = template.refuse(call, self.spec, common)
             if refusal is not None:
                 passed.append(f"{template.name}: {refusal}")
@@ -56,9 +62,9 @@ class Selector:
             sources = template.emit(call, self.spec, common)
             scratch = template.scratch(call, self.spec)
             chosen.append(Selected(template.name, template.max_tokens, sources, scratch, "; ".join(passed)))
-            covered = largest if template.max_tokens is None else template.max_tokens
-            if covered >= largest:
+            if template.max_tokens is None or largest is None or template.max_tokens >= largest:
                 return tuple(chosen), ""
+            covered = template.max_tokens
         limit = f"its kernels stop at {covered} tokens" if chosen else f"no kernel implements {call.op}"
         return (), "; ".join(passed) or limit
 
