@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mmcompile.core.graph import get_parameter, infer_meta, operation_name, source_of
+from mmcompile.core.graph import get_parameter, infer_meta, is_pure, operation_name, source_of
 from mmcompile.core.passes import Match, NearMiss, PassResult
 
 SYM_SIZE = torch.ops.aten.sym_size.int
@@ -91,7 +91,7 @@ def erase_dead(graph_module: fx.GraphModule, roots: Iterable[fx.Node]) -> list[s
     stack = list(roots)
     while stack:
         node = stack.pop()
-        if node._erased or node.users or node.op not in ("call_function", "get_attr") or node.is_impure():
+        if node._erased or node.users or node.op not in ("call_function", "get_attr") or not is_pure(node):
             continue
         inputs = node.all_input_nodes
         graph_module.graph.erase_node(node)

@@ -19,7 +19,9 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     result = PassResult()
     for node in list(graph_module.graph.nodes):
         if is_call(node, aten.reshape.default) and is_call(node.args[0], aten.reshape.default):
-            node.args = (node.args[0].args[0], node.args[1])
+            inner = node.args[0]
+            node.args = (inner.args[0], node.args[1])
+            erase_dead(graph_module, [inner])
         if _is_norm_of_transpose(node):
             _sink_transpose(graph_module, node)
         source = _find_source(node)
