@@ -96,30 +96,32 @@ def verify_artifact(
     for name in targets or ():
         if name not in artifact.manifest.targets:
             raise unknown_name("target", name, artifact.manifest.targets, where=str(path))
-    units = [u for name in targets or sorted(artifact.manifest.targets) for u in _list_units(artifact, name, quick)]
-    if kernel_pattern is not None:
-        units = [u for u in units if any(fnmatch.fnmatch(k, kernel_pattern) for k in u.check.sources)]
-        if not units:
-            raise UsageError(f"no kernel of the artifact matches {kernel_pattern!r}", where=str(path))
+    chosen = targets or sorted(artifact.manifest.targets)
+    units = [u for name in chosen for u in _list_units(artifact, name, quick, kernel_pattern or "*")]
+    if kernel_pattern is not None and not units:
+        raise UsageError(f"no kernel of the artifact matches {kernel_pattern!r}", where=str(path))
     outcomes = _run_units(units, max(1, workers), progress)
     return [_judge(unit, *outcomes[unit.key]) for unit in units]
 
 
-def _list_units(artifact: Artifact, target_name: str, quick: bool) -> list[_Unit]:
-    """Every different choice of a target's plan, statically checked."""
+def _list_units(artifact: Artifact, target_name: str, quick: bool, pattern: str) -> list[_Unit]:
+    """Every different choice of a target's plan with a kernel that matches, statically checked."""
     plan, target = artifact.plan(target_name), load_target(target_name)
     sources = {name: _read_source(artifact, plan, name) for name in plan.kernels}
-    found = {name: _check_kernel(artifact, plan, target, sources[name]) for name in plan.kernels}
     units: dict[str, _Unit] = {}
     for phase in plan.phases.values():
         for launch in phase.launches:
             above = 0
             for choice in launch.choices:
-                unit = _make_unit(artifact, plan, phase.name, launch, choice, above, sources, quick)
+                if any(fnmatch.fnmatch(k.kernel, pattern) for k in choice.kernels):
+                    unit = _make_unit(artifact, plan, phase.name, launch, choice, above, sources, quick)
+                    units.setdefault(unit.key, unit)
                 above = choice.max_tokens or above
-                unit.reasons = [found[k] for k in unit.check.sources if found[k]]
-                unit.proofs = () if unit.reasons else ("assembled", "ledger")
-                units.setdefault(unit.key, unit)
+    used = {name for unit in units.values() for name in unit.check.sources}
+    found = {name: _check_kernel(artifact, plan, target, sources[name]) for name in sorted(used)}
+    for unit in units.values():
+        unit.reasons = [found[k] for k in unit.check.sources if found[k]]
+        unit.proofs = () if unit.reasons else ("assembled", "ledger")
     return list(units.values())
 
 
