@@ -180,7 +180,7 @@ def _sample_programs(
     total = x * y * z
     if total <= MAX_PROGRAMS or len(check.choice.kernels) > 1 or check.mutated:
         return None
-    chosen = sorted({0, total - 1, *random.Random(total).sample(range(total), SAMPLED_PROGRAMS - 2)})
+    chosen = sorted({0, total - 1, *random.Random(total).sample(range(1, total - 1), SAMPLED_PROGRAMS - 2)})
     outcome.coverage = f"programs {len(chosen)} of {total}"
     return [(i // (y * z), i // z % y, i % z) for i in chosen]
 
