@@ -48,10 +48,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class KernelSource:
-    """One emitted kernel: self-contained Triton text whose entry point is the function ``kernel``.
+    """One emitted kernel: self-contained Triton text whose entry point the module calls ``kernel``.
 
     Attributes:
-        name: readable base name, e.g. "rms_norm_bf16_576".
+        name: readable base name and symbol, e.g. "rms_norm_bf16_576"; an identifier.
         text: the Python source; no reference to anything of mmcompile.
         parameters: run-time arguments, in the order of ``kernel``'s parameters (everything else is baked in).
         grid: three expressions over the symbols, e.g. ("tokens", "9", "1"); cdiv, min and max may be used.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import triton
 import triton.language as tl
@@ -24,23 +25,23 @@ from mmcompile.targets._kernels.common import (
     symbol_parameters,
 )
 
-SKINNY_TOKENS = 16
+SKINNY_TOKENS = (16, 32)
 SPLIT = 4
 
 
 @triton.jit
 def project_skinny(x, weight, scale, global_scale, tokens, row, valid, K: tl.constexpr, X_STRIDE: tl.constexpr,
                    WEIGHT_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, SPLIT: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The ``valid`` ones of the weight rows ``row`` [BLOCK_N] times up to 16 tokens: fp32 [16, BLOCK_N].
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The ``valid`` ones of the weight rows ``row`` [BLOCK_N] times all tokens: fp32 [BLOCK_M, BLOCK_N].
 
     Every step takes SPLIT * BLOCK_K of K, a slice of BLOCK_K for each warp; the slices are added at the end.
     """
-    token = tl.arange(0, 16)[None, :, None]
+    token = tl.arange(0, BLOCK_M)[None, :, None]
     k = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     x_tile = x + token * X_STRIDE + k[:, None, :]
     weight_tile = weight + row.to(tl.int64)[None, None, :] * WEIGHT_STRIDE + k[:, :, None]
-    accumulator = tl.zeros((SPLIT, 16, BLOCK_N), tl.float32)
+    accumulator = tl.zeros((SPLIT, BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, SPLIT * BLOCK_K):
         x_mask, weight_mask = token < tokens, valid[None, None, :]
         if K % (SPLIT * BLOCK_K) != 0:
@@ -118,13 +119,14 @@ def store_linear(value, bias, residual, result, tokens, tile, token, row, valid,
 def tile_linear_skinny(tile, x, weight, scale, global_scale, bias, residual, result, tokens, N: tl.constexpr,
                        K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
                        SCALE_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr,
-                       SWIGLU: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The result columns of BLOCK_N weight rows, for all of at most 16 tokens."""
+                       SWIGLU: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_K: tl.constexpr):
+    """The result columns of BLOCK_N weight rows, for all of at most BLOCK_M tokens."""
     row, valid = weight_rows(tile, N, SWIGLU, BLOCK_N)
     value = project_skinny(x, weight, scale, global_scale, tokens, row, valid, K, X_STRIDE, WEIGHT_STRIDE,
-                           SCALE_STRIDE, SPLIT, BLOCK_N, BLOCK_K)
-    store_linear(value, bias, residual, result, tokens, tile, tl.arange(0, 16), row, valid, N, RESIDUAL_STRIDE,
-                 RESULT_STRIDE, SWIGLU, 16, BLOCK_N)
+                           SCALE_STRIDE, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K)
+    store_linear(value, bias, residual, result, tokens, tile, tl.arange(0, BLOCK_M), row, valid, N, RESIDUAL_STRIDE,
+                 RESULT_STRIDE, SWIGLU, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -148,32 +150,43 @@ def tile_linear_gemm(tile, x, weight, scale, global_scale, bias, residual, resul
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens, weight rows and K of a tile (``m`` is 0 for a skinny kernel), and launch options."""
+    """Tokens, weight rows and K of a tile, launch options, and whether the kernel takes all tokens in one tile."""
 
     m: int
     n: int
     k: int
     num_warps: int
     num_stages: int
+    skinny: bool = False
 
 
-def skinny_blocks(block_n: int, k: int, slice_k: int, element_size: int, spec: TargetSpec) -> Blocks:
-    """Tile of a skinny kernel of ``block_n`` weight rows a program.
+def skinny_blocks(tokens: int, block_n: int, k: int, element_size: int, spec: TargetSpec) -> Blocks:
+    """Tile of a skinny kernel for at most ``tokens`` tokens and ``block_n`` weight rows a program.
 
-    A warp's slice of K is ``slice_k`` elements, less where K is short or where the stages would take more than 160 KB
-    of shared memory (64 KB on AMD).
+    A warp's slice of K is 256 bytes of x, less where K is short or where the stages would take more than 160 KB of
+    shared memory (64 KB on AMD). Two stages where there are many programs a unit, else three (measured on an H200).
     """
-    stages, budget = (4, 160 * 1024) if spec.backend == "cuda" else (2, 64 * 1024)
-    block_k = max(16, min(slice_k, next_power_of_two(ceil_div(k, SPLIT))))
-    stage_bytes = (SKINNY_TOKENS + block_n) * SPLIT * element_size
+    stages, budget = (2 if block_n > 16 else 3, 160 * 1024) if spec.backend == "cuda" else (2, 64 * 1024)
+    block_k = max(16, min(256 // element_size, next_power_of_two(ceil_div(k, SPLIT))))
+    stage_bytes = (tokens + block_n) * SPLIT * element_size
     while stages * stage_bytes * block_k > budget and (stages > 2 or block_k > 16):
         stages, block_k = (stages - 1, block_k) if stages > 2 else (stages, block_k // 2)
-    return Blocks(0, block_n, block_k, SPLIT, stages)
+    return Blocks(tokens, block_n, block_k, SPLIT, stages, skinny=True)
 
 
 def skinny_rows(rows: int, spec: TargetSpec) -> int:
-    """Weight rows a program, so few that every unit gets one; the matrix unit takes 8 on NVIDIA and 16 on AMD."""
+    """Weight rows a program: so few that every unit gets one, 32 where each gets many.
+
+    The matrix unit takes 8 at least on NVIDIA and 16 on AMD.
+    """
+    if has_many_rows(rows, spec):
+        return 32
     return 8 if spec.backend == "cuda" and ceil_div(rows, 16) < spec.units else 16
+
+
+def has_many_rows(rows: int, spec: TargetSpec) -> bool:
+    """True for layers so wide (an lm_head) that 16 rows a program would give every unit more than eight programs."""
+    return rows > 8 * 16 * spec.units
 
 
 def gemm_blocks(rows: int, k: int, element_size: int, spec: TargetSpec) -> Blocks:
@@ -214,9 +227,9 @@ def mma_ledger(dtype: str, blocks: Blocks, spec: TargetSpec, arch: Architecture)
         return {"v_mfma_f32": True}
     if dtype == "float32":
         return {}
-    if blocks.m and "tcgen05" in arch.features:
+    if blocks.m >= 64 and "tcgen05" in arch.features:
         return {"UTCHMMA": True}
-    return {"HGMMA": True} if blocks.m and "wgmma" in arch.features else {"HMMA.16816": True}
+    return {"HGMMA": True} if blocks.m >= 64 and "wgmma" in arch.features else {"HMMA.16816": True}
 
 
 def operand_parameters(call: OpCall, weights: tuple[str, ...]) -> list[Parameter]:
@@ -273,13 +286,13 @@ def emit_linear(
     constants = linear_constants(call, *strides)
     rows_per_column = 2 if constants["SWIGLU"] else 1
     tiles_n = ceil_div(result_width(call) * rows_per_column, blocks.n)
-    sizes = {"BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
-    if blocks.m:
-        tile, kind, grid = tile_linear_gemm, "gemm", f"cdiv({rows}, {blocks.m}) * {tiles_n}"
-        constants |= {"BLOCK_M": blocks.m, **sizes, "TILES_N": tiles_n, "GROUP_M": 8}
-    else:
-        tile, kind, grid = tile_linear_skinny, "skinny", str(tiles_n)
+    sizes = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
+    if blocks.skinny:
+        tile, kind, grid = tile_linear_skinny, f"skinny{blocks.m}", str(tiles_n)
         constants |= {"SPLIT": SPLIT, **sizes}
+    else:
+        tile, kind, grid = tile_linear_gemm, f"gemm{blocks.m}", f"cdiv({rows}, {blocks.m}) * {tiles_n}"
+        constants |= {**sizes, "TILES_N": tiles_n, "GROUP_M": 8}
     spelled = (weights[0], *(weights[1:] or ("None", "None")))
     label = epilogue_label(call)
     n, k = need(call, weights[0]).shape[0], constants["K"]
@@ -312,9 +325,12 @@ def _sizes(call: OpCall) -> tuple[int, int, int]:
     return int(rows), int(k), ELEMENT_SIZES[need(call, "x").dtype]
 
 
-def _emit_skinny(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
+def _emit_skinny(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
+    """A wide bf16 layer runs at the memory's speed as a GEMM with few tokens; the others share K among warps."""
     rows, k, size = _sizes(call)
-    return _emit_dense(call, spec, arch, skinny_blocks(skinny_rows(rows, spec), k, 128 // size, size, spec))
+    if has_many_rows(rows, spec) and size == 2:
+        return _emit_dense(call, spec, arch, Blocks(tokens, 64, 64, 4, 4 if spec.backend == "cuda" else 2))
+    return _emit_dense(call, spec, arch, skinny_blocks(tokens, skinny_rows(rows, spec), k, size, spec))
 
 
 def _emit_gemm(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
@@ -322,6 +338,9 @@ def _emit_gemm(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[Kern
 
 
 TEMPLATES: tuple[KernelTemplate, ...] = (
-    KernelTemplate("linear_skinny", "linear", _refuse_dense, _emit_skinny, max_tokens=SKINNY_TOKENS),
+    *(
+        KernelTemplate(f"linear_skinny{m}", "linear", _refuse_dense, partial(_emit_skinny, m), max_tokens=m)
+        for m in SKINNY_TOKENS
+    ),
     KernelTemplate("linear_gemm", "linear", _refuse_dense, _emit_gemm),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import triton
@@ -30,14 +31,14 @@ BLOCK = 16
 @triton.jit
 def project_skinny(x, weight, scale, global_scale, tokens, row, valid, K: tl.constexpr, X_STRIDE: tl.constexpr,
                    WEIGHT_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, SPLIT: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The ``valid`` ones of the NVFP4 weight rows ``row`` [BLOCK_N] times up to 16 tokens: fp32 [16, BLOCK_N].
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The ``valid`` ones of the NVFP4 weight rows ``row`` [BLOCK_N] times all tokens: fp32 [BLOCK_M, BLOCK_N].
 
     Every step takes SPLIT * BLOCK_K of K, a slice of BLOCK_K for each warp; the slices are added at the end. The
     result is rounded to x's dtype, as mm::linear_nvfp4 does before its epilogue.
     """
     WORDS: tl.constexpr = BLOCK_K // 8
-    token = tl.arange(0, 16)[None, :, None]
+    token = tl.arange(0, BLOCK_M)[None, :, None]
     part = tl.arange(0, SPLIT)[:, None, None]
     k = part * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
     word = part * WORDS + tl.arange(0, WORDS)[None, None, :]
@@ -46,7 +47,7 @@ def project_skinny(x, weight, scale, global_scale, tokens, row, valid, K: tl.con
     x_tile = x + token * X_STRIDE + k
     word_tile = weight.to(tl.pointer_type(tl.int32), bitcast=True) + place * (WEIGHT_STRIDE // 4) + word
     scale_tile = scale + place * SCALE_STRIDE + block
-    accumulator = tl.zeros((SPLIT, 16, BLOCK_N), tl.float32)
+    accumulator = tl.zeros((SPLIT, BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, SPLIT * BLOCK_K):
         x_mask, word_mask, scale_mask = token < tokens, valid[None, :, None], valid[None, :, None]
         if K % (SPLIT * BLOCK_K) != 0:
@@ -145,9 +146,9 @@ def _sizes(call: OpCall) -> tuple[int, int, int]:
     return int(need(call, "packed").shape[0]), int(x.shape[1]), ELEMENT_SIZES[x.dtype]
 
 
-def _emit_skinny(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
+def _emit_skinny(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
     rows, k, size = _sizes(call)
-    return _emit(call, spec, arch, skinny_blocks(skinny_rows(rows, spec), k, 256 // size, size, spec))
+    return _emit(call, spec, arch, skinny_blocks(tokens, skinny_rows(rows, spec), k, size, spec))
 
 
 def _emit_gemm(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
@@ -155,6 +156,9 @@ def _emit_gemm(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[Kern
 
 
 TEMPLATES: tuple[KernelTemplate, ...] = (
-    KernelTemplate("linear_nvfp4_skinny", "linear_nvfp4", _refuse, _emit_skinny, max_tokens=SKINNY_TOKENS),
+    *(
+        KernelTemplate(f"linear_nvfp4_skinny{m}", "linear_nvfp4", _refuse, partial(_emit_skinny, m), max_tokens=m)
+        for m in SKINNY_TOKENS
+    ),
     KernelTemplate("linear_nvfp4_gemm", "linear_nvfp4", _refuse, _emit_gemm),
 )

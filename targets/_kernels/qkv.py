@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import triton
@@ -36,7 +37,7 @@ _OPTIONAL = ("bias", "q_weight", "k_weight")
 @triton.jit
 def norm_heads(value, q_weight, k_weight, is_q, is_k, column, valid, HEAD_DIM: tl.constexpr, EPS: tl.constexpr,
                WEIGHT_OFFSET: tl.constexpr, ROUND_BEFORE_SCALE: tl.constexpr):
-    """RMSNorm of each row of value [16, n] over HEAD_DIM, by the weight of q or k; None leaves those heads alone."""
+    """RMSNorm of each row of value [m, n] over HEAD_DIM, by the weight of q or k; None leaves those heads alone."""
     wide = value.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + EPS)[:, None]
     if q_weight is not None:
@@ -57,8 +58,8 @@ def tile_qkv(tile, x, weight, scale, global_scale, bias, q_weight, k_weight, pos
              HALF: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ROUND_BEFORE_SCALE: tl.constexpr,
              COS_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
              CACHE_HEAD_STRIDE: tl.constexpr, CACHE_ROW_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr,
-             SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Head ``tile`` of [q | k | v] for at most 16 tokens: project, normalise, rotate 2 HALF dimensions, store.
+             SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Head ``tile`` of [q | k | v] for at most BLOCK_M tokens: project, normalise, rotate 2 HALF dimensions, store.
 
     Columns are projected in the order 0, HALF, 1, HALF + 1, ... so that both members of a rotated pair lie in one
     thread; the dimensions that pass through keep their order.
@@ -69,16 +70,16 @@ def tile_qkv(tile, x, weight, scale, global_scale, bias, q_weight, k_weight, pos
     row = tile * HEAD_DIM + column
     is_q, is_k = tile < HEADS, (tile >= HEADS) & (tile < HEADS + KV_HEADS)
     value = project_skinny(x, weight, scale, global_scale, tokens, row, valid, K, X_STRIDE, WEIGHT_STRIDE,
-                           SCALE_STRIDE, SPLIT, BLOCK_N, BLOCK_K)
+                           SCALE_STRIDE, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K)
     if bias is not None:
         value += tl.load(bias + row, mask=valid, other=0.0).to(tl.float32)[None, :]
     value = value.to(x.dtype.element_ty)
     if q_weight is not None or k_weight is not None:
         value = norm_heads(value, q_weight, k_weight, is_q, is_k, column, valid, HEAD_DIM, EPS, WEIGHT_OFFSET,
                            ROUND_BEFORE_SCALE)
-    first, second = tl.split(tl.reshape(value, (16, BLOCK_N // 2, 2)))
+    first, second = tl.split(tl.reshape(value, (BLOCK_M, BLOCK_N // 2, 2)))
     pair = tl.arange(0, BLOCK_N // 2)
-    token = tl.arange(0, 16).to(tl.int64)
+    token = tl.arange(0, BLOCK_M).to(tl.int64)
     active = token < tokens
     rotated = (pair < tl.where(tile < HEADS + KV_HEADS, HALF, 0))[None, :]
     table = cos_sin + tl.load(positions + token, mask=active, other=0).to(tl.int64)[:, None] * COS_STRIDE + pair
@@ -167,6 +168,7 @@ def _constants(call: OpCall, blocks: Blocks) -> dict[str, int | float | bool | s
         "CACHE_ROW_STRIDE": int(cache.strides[2]),
         "RESULT_STRIDE": row_stride(call.results[0]),
         "SPLIT": SPLIT,
+        "BLOCK_M": blocks.m,
         "BLOCK_N": blocks.n,
         "BLOCK_K": blocks.k,
     }
@@ -177,11 +179,11 @@ def _parameters(call: OpCall, names: list[str]) -> list[Parameter]:
     return [*pointers, pointer("result", call.results[0]), *symbol_parameters(need(call, "x").shape[0])]
 
 
-def _emit(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
+def _emit(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
     x, attributes = need(call, "x"), call.attributes
     size, k, head_dim = ELEMENT_SIZES[x.dtype], int(x.shape[1]), int(attributes["head_dim"])
     block_n = max(16, next_power_of_two(head_dim))
-    blocks = skinny_blocks(block_n, k, 128 // size, size, spec)
+    blocks = skinny_blocks(tokens, block_n, k, size, spec)
     weights = WEIGHTS if _is_nvfp4(call) else ("weight", "None", "None")
     intrinsics: dict[str, Any] = {}
     ledger = mma_ledger(x.dtype, blocks, spec, arch)
@@ -195,9 +197,9 @@ def _emit(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSou
     spelled = ", ".join(["tl.program_id(0)", *arguments, "result", str(x.shape[0]), *constants])
     return (
         emit_kernel(
-            name=kernel_name(f"{call.op}_skinny", short_dtype(x.dtype), f"{heads}x{head_dim}x{k}",
+            name=kernel_name(f"{call.op}_skinny{tokens}", short_dtype(x.dtype), f"{heads}x{head_dim}x{k}",
                              short_dtype(need(call, "kv_cache").dtype)),
-            title=f"{call.op}: [{x.shape[0]} <= 16, {k}] {x.dtype} to {heads} heads of {head_dim}, one program a head.",
+            title=f"{call.op}: [{x.shape[0]} <= {tokens}, {k}] {x.dtype} to {heads} heads of {head_dim}.",
             tiles=[tile_qkv],
             constants=constants,
             parameters=_parameters(call, [name for name in arguments if name != "None"]),
@@ -211,7 +213,8 @@ def _emit(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSou
     )
 
 
-TEMPLATES: tuple[KernelTemplate, ...] = (
-    KernelTemplate("qkv_skinny", "qkv_norm_rope_insert", _refuse, _emit, max_tokens=SKINNY_TOKENS),
-    KernelTemplate("qkv_nvfp4_skinny", "qkv_norm_rope_insert_nvfp4", _refuse, _emit, max_tokens=SKINNY_TOKENS),
+TEMPLATES: tuple[KernelTemplate, ...] = tuple(
+    KernelTemplate(f"{op}_skinny{m}", op, _refuse, partial(_emit, m), max_tokens=m)
+    for op in ("qkv_norm_rope_insert", "qkv_norm_rope_insert_nvfp4")
+    for m in SKINNY_TOKENS
 )
