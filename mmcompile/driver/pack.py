@@ -57,6 +57,7 @@ def claim_output(out: Path, force: bool) -> Iterator[Path]:
         (folder / "lock").unlink()
         if out.exists():
             old = out.parent / f".{out.name}.old"
+            shutil.rmtree(old, ignore_errors=True)  # left by a build that was killed at this point
             out.rename(old)
             folder.rename(out)
             shutil.rmtree(old)
