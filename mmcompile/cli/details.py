@@ -52,7 +52,7 @@ def read_graph(path: Path, number: int) -> str:
 
 def list_launches(plan: Plan) -> list[dict[str, Any]]:
     """Every launch of every phase: layer, operation, choices with kernels and grids, shapes, reason."""
-    from mmcompile.driver.summary import assign_layers
+    from mmcompile.driver.summary import assign_layers, list_phases
 
     return [
         {
@@ -74,7 +74,7 @@ def list_launches(plan: Plan) -> list[dict[str, Any]]:
             "reason": launch.reason,
             "source": launch.source,
         }
-        for phase in plan.phases.values()
+        for phase in list_phases(plan)
         for launch, layer in zip(phase.launches, assign_layers(plan, phase), strict=True)
     ]
 
@@ -129,8 +129,10 @@ def _print_layers(console: Console, opened: Opened) -> None:
 
 
 def _print_launches(console: Console, opened: Opened) -> None:
+    from mmcompile.driver.summary import list_phases
+
     for target, plan in opened.plans.items():
-        print_tables(console, *(_launch_table(target, plan, phase) for phase in plan.phases.values()))
+        print_tables(console, *(_launch_table(target, plan, phase) for phase in list_phases(plan)))
 
 
 def _launch_table(target: str, plan: Plan, phase: Phase) -> Any:

@@ -25,7 +25,9 @@ class Compiled:
         binaries = sum(len(by_architecture) for by_architecture in self.kernels.values())
         if not binaries:
             return "nothing to compile"
-        return f"{binaries - self.cache_hits} compiled, {self.cache_hits} cached, {self.seconds:.1f} s of compilers"
+        if self.cache_hits == binaries:
+            return f"all {binaries} cached"
+        return f"{binaries - self.cache_hits} compiled in {self.seconds:.1f} s of one core, {self.cache_hits} cached"
 
 
 def compile_sources(

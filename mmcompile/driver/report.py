@@ -15,6 +15,7 @@ from mmcompile.driver.summary import (
     choose,
     count_by_operation,
     count_bytes,
+    list_phases,
     read_passes,
     summarise,
 )
@@ -87,7 +88,7 @@ def draw_layer(plan: Plan) -> dict[str, Any]:
     The layer is the second one where there are several (its norm is fused as in all that follow); a module without
     layers is drawn whole.
     """
-    phase = plan.phases.get("decode") or next(iter(plan.phases.values()))
+    phase = plan.phases.get("decode") or list_phases(plan)[0]
     layers = assign_layers(plan, phase)
     numbers = sorted({layer for layer in layers if layer is not None})
     layer = numbers[min(1, len(numbers) - 1)] if numbers else None
@@ -121,7 +122,9 @@ def _draw_box(plan: Plan, launch: Launch, row: int) -> dict[str, Any]:
         "weights": format_bytes(sum(count_bytes(b, plan.symbols) for b in weights.values())) if weights else "",
         "shape": f"[{', '.join(map(str, output.shape))}]" if output else "",
         "portable": bool(chosen),
-        "attributes": ", ".join(f"{k} {v}" for k, v in launch.attributes.items() if isinstance(v, int | float | str)),
+        "attributes": ", ".join(
+            f"{k} {v}" for k, v in sorted(launch.attributes.items()) if isinstance(v, int | float | str)
+        ),
     }
 
 

@@ -15,6 +15,7 @@ from mmcompile.core.expression import evaluate
 from mmcompile.core.plan import Buffer, Choice, Kernel, Launch, Manifest, Phase, Plan
 
 _LAYER_NUMBER = re.compile(r"[._](\d+)(?=[._]|$)")
+_PHASES = ("forward", "prefill", "decode", "score", "load")
 _LAYER_ROLES = ("weight", "derived", "state")
 
 
@@ -64,9 +65,15 @@ def summarise_target(name: str, manifest: Manifest, plan: Plan) -> dict[str, Any
         "architectures": list(entry.architectures),
         "toolchain": entry.toolchain,
         "kernels": [_summarise_kernel(kernel, plan) for _, kernel in sorted(plan.kernels.items())],
-        "phases": [summarise_phase(plan, phase) for phase in plan.phases.values()],
+        "phases": [summarise_phase(plan, phase) for phase in list_phases(plan)],
         "memory": measure_memory(plan),
     }
+
+
+def list_phases(plan: Plan) -> list[Phase]:
+    """Phases in the order in which a request meets them, whatever their order in the file; "load" comes last."""
+    order = {name: number for number, name in enumerate(_PHASES)}
+    return sorted(plan.phases.values(), key=lambda phase: (order.get(phase.name, len(order)), phase.name))
 
 
 def _summarise_kernel(kernel: Kernel, plan: Plan) -> dict[str, Any]:
