@@ -17,6 +17,8 @@ mmcompile verify out --quick
 
 mmcompile verify out --target sm100 --kernel 'linear_nvfp4*'
 
+mmcompile verify out --device cuda
+
 Exit code 6 for a damaged artifact, 8 if a kernel disagrees with its reference.
 """
 
@@ -33,17 +35,22 @@ def verify(
     ] = None,
     kernel: Annotated[str | None, typer.Option(help="Only kernels whose name matches.", metavar="PATTERN")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")] = False,
+    device: Annotated[
+        str, typer.Option(help="cpu: interpret the sources. cuda: run the binaries on this machine's GPU.")
+    ] = "cpu",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Check every file's hash, then run every kernel's source in Triton's interpreter against its reference."""
-    from mmcompile.core.errors import VerificationError
+    from mmcompile.core.errors import VerificationError, unknown_name
     from mmcompile.driver.verify import verify_artifact
 
+    if device not in ("cpu", "cuda"):
+        raise unknown_name("device", device, ("cpu", "cuda"))
     targets = [name for value in target or () for name in value.split(",") if name]
     with show_progress(silent=as_json) as watch:
         verdicts = verify_artifact(
-            artifact, targets=targets or None, kernel_pattern=kernel, quick=quick, progress=watch
+            artifact, targets=targets or None, kernel_pattern=kernel, quick=quick, progress=watch, device=device
         )
     records = [vars(verdict) for verdict in verdicts]
     failed = [r for r in records if r["verdict"] == "failed"]

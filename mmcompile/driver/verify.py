@@ -20,9 +20,11 @@ from mmcompile.core.kernel import CompiledKernel, KernelSource, Parameter
 from mmcompile.core.plan import Binary, Choice, Launch, Plan, View
 from mmcompile.driver.progress import Progress, silent
 from mmcompile.driver.targets import load_target
+from mmcompile.driver.verify_device import DeviceRunner
 from mmcompile.driver.verify_inputs import list_decoder_cases, list_module_cases
-from mmcompile.driver.verify_run import Check, Outcome, run_check
+from mmcompile.driver.verify_run import Check, Outcome, Runner, run_check
 from mmcompile.runtime.artifact import Artifact, open_artifact
+from mmcompile.runtime.device_cuda import CudaDriver
 from mmcompile.targets._disassemble import count_instructions
 from mmcompile.targets._interpret import Interpreter
 from mmcompile.targets._target import Target
@@ -40,7 +42,7 @@ class KernelVerdict:
         bound: what ``relative_error`` may be (driver.verify_run.BOUNDS); single elements are held to a looser one.
         verdict: "ok", "failed" or "skipped", with the ``reason``.
         proofs: what it passed of "assembled" (binaries are the recorded ones and within the target's limits),
-            "ledger" (they hold the promised instructions) and "interpreter".
+            "ledger" (they hold the promised instructions) and "interpreter" or "hardware".
         coverage: "" if every program of every grid ran, else e.g. "programs 32 of 3072".
     """
 
@@ -78,6 +80,7 @@ def verify_artifact(
     quick: bool = False,
     progress: Progress = silent,
     workers: int = 2,
+    device: str = "cpu",
 ) -> list[KernelVerdict]:
     """Verify the kernels of an artifact.
 
@@ -88,6 +91,8 @@ def verify_artifact(
     Args:
         targets: names of the artifact's targets, by default all. kernel_pattern: shell pattern; only choices with a
             kernel whose name matches. quick: one case for each choice. workers: interpreter processes.
+        device: "cpu" interprets the emitted sources; "cuda" runs the binaries on this machine's GPU, and takes by
+            default the targets that it can run.
 
     Returns: verdicts in the order of targets, phases and launches. Raises ArtifactError for a damaged artifact and
     UsageError for an unknown target or a pattern that matches nothing.
@@ -96,12 +101,31 @@ def verify_artifact(
     for name in targets or ():
         if name not in artifact.manifest.targets:
             raise unknown_name("target", name, artifact.manifest.targets, where=str(path))
-    chosen = targets or sorted(artifact.manifest.targets)
+    chosen = list(targets or sorted(artifact.manifest.targets))
+    if device != "cpu":
+        chosen = _list_runnable(chosen)
+        if len(chosen) != 1:
+            raise UsageError(f"{len(chosen)} targets of the artifact run on this machine's GPU", fix="name one target")
     units = [u for name in chosen for u in _list_units(artifact, name, quick, kernel_pattern or "*")]
     if kernel_pattern is not None and not units:
         raise UsageError(f"no kernel of the artifact matches {kernel_pattern!r}", where=str(path))
-    outcomes = _run_units(units, max(1, workers), progress)
-    return [_judge(unit, *outcomes[unit.key]) for unit in units]
+    with ExitStack() as stack:
+        if device == "cpu":
+            runners: list[Runner] = [stack.enter_context(Interpreter()) for _ in range(max(1, workers))]
+        else:
+            (name,) = chosen
+            runners = [stack.enter_context(DeviceRunner(artifact, artifact.plan(name), load_target(name)))]
+        outcomes = _run_units(units, runners, progress)
+        return [_judge(unit, *outcomes[unit.key], runners[0].proof) for unit in units]
+
+
+def _list_runnable(names: Sequence[str]) -> list[str]:
+    """The targets with a binary that this machine's GPU loads."""
+    driver = CudaDriver()
+    architecture = driver.architecture
+    driver.close()
+    specs = {name: load_target(name).spec for name in names}
+    return [n for n, spec in specs.items() if any(architecture in a.runs_on for a in spec.architectures)]
 
 
 def _list_units(artifact: Artifact, target_name: str, quick: bool, pattern: str) -> list[_Unit]:
@@ -203,22 +227,24 @@ def _describe_binary(binary: Binary, assembly: str) -> dict[str, Any]:
     return binary.model_dump() | {"tmem_size": max(columns, default=0), "ledger_from": listings}
 
 
-def _run_units(units: list[_Unit], workers: int, progress: Progress) -> dict[str, tuple[Outcome, float]]:
+def _run_units(
+    units: list[_Unit], runners: Sequence[Runner], progress: Progress
+) -> dict[str, tuple[Outcome, float]]:
     """Outcome and seconds of every different unit."""
     todo = {unit.key: unit for unit in reversed(units)}
     done: dict[str, tuple[Outcome, float]] = {}
-    with ExitStack() as stack, ThreadPoolExecutor(workers) as pool:
-        free: queue.Queue[Interpreter] = queue.Queue()
-        for _ in range(workers):
-            free.put(stack.enter_context(Interpreter()))
+    free: queue.Queue[Runner] = queue.Queue()
+    for runner in runners:
+        free.put(runner)
 
-        def run(unit: _Unit) -> tuple[Outcome, float]:
-            interpreter, start = free.get(), time.perf_counter()
-            try:
-                return run_check(unit.check, interpreter), time.perf_counter() - start
-            finally:
-                free.put(interpreter)
+    def run(unit: _Unit) -> tuple[Outcome, float]:
+        runner, start = free.get(), time.perf_counter()
+        try:
+            return run_check(unit.check, runner), time.perf_counter() - start
+        finally:
+            free.put(runner)
 
+    with ThreadPoolExecutor(len(runners)) as pool:
         futures = {pool.submit(run, todo[key]): key for key in dict.fromkeys(unit.key for unit in units)}
         for future in as_completed(futures):
             key = futures[future]
@@ -231,7 +257,7 @@ def _name(check: Check) -> str:
     return " + ".join(k.kernel for k in check.choice.kernels)
 
 
-def _judge(unit: _Unit, outcome: Outcome, seconds: float) -> KernelVerdict:
+def _judge(unit: _Unit, outcome: Outcome, seconds: float, proof: str) -> KernelVerdict:
     reasons = list(unit.reasons)
     if outcome.failure:
         reasons.append(f"{_name(unit.check)}, {outcome.failure}")
@@ -240,7 +266,7 @@ def _judge(unit: _Unit, outcome: Outcome, seconds: float) -> KernelVerdict:
         verdict = verdict if reasons else "skipped"
         reasons.append("no token count within the plan's limits reaches this choice")
     elif not outcome.failure:
-        proofs = (*proofs, "interpreter")
+        proofs = (*proofs, proof)
     return KernelVerdict(
         unit.target, _name(unit.check), unit.check.launch.op, unit.check.choice.template, outcome.cases,
         outcome.max_error, outcome.relative_error, outcome.bound, verdict, proofs, seconds, "; ".join(reasons),

@@ -1,11 +1,12 @@
-"""Run one choice of a launch in Triton's interpreter on poisoned memory and compare it with the launch's reference."""
+"""Run one choice of a launch on poisoned memory and compare it with the launch's reference."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Launch, View
 from mmcompile.driver.verify_inputs import Case, fill_operands
 from mmcompile.runtime.executor import contiguous_strides
 from mmcompile.runtime.reference import bind_call
-from mmcompile.targets._interpret import Argument, Interpreter
+from mmcompile.targets._interpret import Argument
 
 EXACT_OPS = {"mm.embedding", "mm.gather_last", "mm.sample"}
 BOUNDS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-15, "float8_e4m3fn": 2.0**-4}
@@ -30,6 +31,25 @@ MAX_PROGRAMS, SAMPLED_PROGRAMS = 128, 32
 _GUARD = 512
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Runner(Protocol):
+    """What runs a kernel: Triton's interpreter or a GPU.
+
+    ``proof``: what a kernel that agrees has passed. ``samples``: large grids may be run in part.
+    """
+
+    proof: str
+    samples: bool
+
+    def run(
+        self,
+        source: KernelSource,
+        arguments: Sequence[Argument],
+        grid: tuple[int, int, int],
+        programs: Sequence[tuple[int, int, int]] | None = None,
+    ) -> list[Argument]:
+        """Launch and return the arguments as they are after the run."""
 
 
 @dataclass
@@ -103,20 +123,20 @@ class Check:
         return bind_call(self.launch).mutated
 
 
-def run_check(check: Check, interpreter: Interpreter) -> Outcome:
+def run_check(check: Check, runner: Runner) -> Outcome:
     """Run every case, up to the first that fails."""
     outcome = Outcome()
     for seed, case in enumerate(check.cases):
         outcome.cases += 1
         try:
-            _run_case(check, case, seed, interpreter, outcome)
+            _run_case(check, case, seed, runner, outcome)
         except VerificationError as error:
             outcome.failure = f"case {case.name}: {error.what}"
             break
     return outcome
 
 
-def _run_case(check: Check, case: Case, seed: int, interpreter: Interpreter, outcome: Outcome) -> None:
+def _run_case(check: Check, case: Case, seed: int, runner: Runner, outcome: Outcome) -> None:
     launch = check.launch
     memory = Memory(check.buffers, case.symbols)
     inputs = {name: memory.view(view) for name, view in launch.inputs.items() if view is not None}
@@ -127,9 +147,9 @@ def _run_case(check: Check, case: Case, seed: int, interpreter: Interpreter, out
     before = memory.snapshot()
     sampled = False
     for kernel in check.choice.kernels:
-        programs = _sample_programs(check, kernel, case, outcome)
+        programs = _sample_programs(check, kernel, case, outcome) if runner.samples else None
         sampled = programs is not None
-        _run_kernel(check.sources[kernel.kernel], kernel, memory, interpreter, programs)
+        _run_kernel(check.sources[kernel.kernel], kernel, memory, runner, programs)
     _check_untouched(check, memory, before)
     exact = launch.op in EXACT_OPS
     for view, reference in zip(launch.outputs, expected, strict=True):
@@ -189,7 +209,7 @@ def _run_kernel(
     source: KernelSource,
     kernel: KernelLaunch,
     memory: Memory,
-    interpreter: Interpreter,
+    runner: Runner,
     programs: list[tuple[int, int, int]] | None,
 ) -> None:
     """Launch and take over the memory as the kernel left it."""
@@ -199,7 +219,7 @@ def _run_kernel(
     x, y, z = evaluate_shape(kernel.grid, memory.symbols)
     if min(x, y, z) < 1:
         raise VerificationError(f"kernel {kernel.kernel} has the empty grid ({x}, {y}, {z})")
-    after = interpreter.run(source, arguments, (x, y, z), programs)
+    after = runner.run(source, arguments, (x, y, z), programs)
     for argument, tensor in zip(kernel.arguments, after, strict=True):
         if isinstance(argument, View) and isinstance(tensor, Tensor):
             flat = torch.empty(0, dtype=tensor.dtype)

@@ -136,6 +136,12 @@ class CudaDriver:
         """See Driver."""
         self._check(self._cu.cuGraphLaunch(graph, self._stream))
 
+    def release_memory(self) -> None:
+        """Free all device memory that was allocated so far."""
+        for pointer in self._memory:
+            self._check(self._cu.cuMemFree(pointer))
+        self._memory.clear()
+
     def close(self) -> None:
         """See Driver. The primary context is released, not destroyed: torch may share it."""
         self.synchronize()
@@ -143,8 +149,7 @@ class CudaDriver:
             self._check(self._cu.cuGraphExecDestroy(graph))
         for module in self._modules.values():
             self._check(self._cu.cuModuleUnload(module))
-        for pointer in self._memory:
-            self._check(self._cu.cuMemFree(pointer))
+        self.release_memory()
         for address in self._host_memory:
             self._check(self._cu.cuMemFreeHost(address))
         self._check(self._cu.cuStreamDestroy(self._stream))

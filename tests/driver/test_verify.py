@@ -89,7 +89,7 @@ def test_every_kernel_of_a_sound_artifact_passes(tiny: Callable[..., Path], opti
 
 
 def test_a_sound_kernel_passes_with_its_error(tiny: Callable[..., Path]) -> None:
-    (verdict,) = verify_artifact(tiny(**QUANTIZED), kernel_pattern="linear_nvfp4_skinny*_swiglu_*", workers=1)
+    (verdict,) = verify_artifact(tiny(**QUANTIZED), kernel_pattern="linear_nvfp4_skinny16*_swiglu_*", workers=1)
     assert (verdict.verdict, verdict.op, verdict.proofs) == ("ok", "mm.linear_nvfp4", PROOFS)
     assert verdict.cases == 3 and 0 < verdict.relative_error <= verdict.bound < 0.01
 
@@ -97,11 +97,11 @@ def test_a_sound_kernel_passes_with_its_error(tiny: Callable[..., Path]) -> None
 @pytest.mark.parametrize(
     ("prefix", "old", "new"),
     [
-        ("linear_nvfp4_skinny_bf16_64x48", "value = (value.to(tl.float32) + other.to(tl.float32))",
+        ("linear_nvfp4_skinny16_bf16_64x48", "value = (value.to(tl.float32) + other.to(tl.float32))",
          "value = (value.to(tl.float32))"),
-        ("linear_nvfp4_skinny_bf16_80x64", "return row, column < N", "return row, column < N - 1"),
-        ("linear_nvfp4_skinny_bf16_80x64", "(tl.arange(0, 8) * 4)", "((tl.arange(0, 8) ^ 1) * 4)"),
-        ("linear_nvfp4_skinny_bf16_80x64", "scale.to(tl.float32) * 0.001953125",
+        ("linear_nvfp4_skinny16_bf16_80x64", "return row, column < N", "return row, column < N - 1"),
+        ("linear_nvfp4_skinny16_bf16_80x64", "(tl.arange(0, 8) * 4)", "((tl.arange(0, 8) ^ 1) * 4)"),
+        ("linear_nvfp4_skinny16_bf16_80x64", "scale.to(tl.float32) * 0.001953125",
          "scale.to(tl.float32) * 0.0 + 0.001953125"),
         ("rms_norm_bf16_64", "EPS = tl.constexpr(1e-05)", "EPS = tl.constexpr(0.5)"),
         ("embedding_bf16_64", "mask=column < WIDTH)", "mask=column < WIDTH - 1)"),
@@ -119,7 +119,7 @@ def test_a_fault_in_a_source_is_found(copy: Path, prefix: str, old: str, new: st
 
 @pytest.mark.parametrize(("grid", "what"), [("5", "reference"), ("0", "empty grid")])
 def test_a_wrong_grid_is_found(copy: Path, grid: str, what: str) -> None:
-    kernel = find_kernel(copy, "linear_nvfp4_skinny_bf16_80x64")
+    kernel = find_kernel(copy, "linear_nvfp4_skinny16_bf16_80x64")
 
     def edit(plan: dict[str, Any]) -> None:
         for phase in plan["phases"].values():
