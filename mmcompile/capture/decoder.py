@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.capture.checkpoint import Checkpoint, load_into, open_checkpoint
+from mmcompile.capture.experts import stack_experts
 from mmcompile.capture.export import Captured, capture_module, without_weights
 from mmcompile.capture.tensors import require_package
 from mmcompile.core.errors import CaptureError, CheckpointError
@@ -91,10 +93,15 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def load_weights(module: nn.Module, checkpoint: Checkpoint) -> Packed:
     """Give every parameter its tensor of the checkpoint, decoding NVFP4 weights; return those in packed form too."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    checkpoint = stack_experts(checkpoint, parameters)
     packed = {name: checkpoint.load_nvfp4(name) for name in checkpoint.nvfp4}
     unknown = sorted(name for name in packed if f"{name}.weight" not in parameters)
     if unknown:
-        raise CheckpointError(f"the model has no module {unknown[0]!r}", where=checkpoint.where)
+        raise CheckpointError(
+            f"the model has no module {unknown[0]!r}",
+            where=checkpoint.where,
+            fix="check that config.json belongs to these weights",
+        )
     ordinary = {n: p for n, p in parameters.items() if n.removesuffix(".weight") not in packed}
     first: dict[int, str] = {}
     tied = {n: first[id(p)] for n, p in ordinary.items() if first.setdefault(id(p), n) != n}
@@ -164,18 +171,7 @@ def _capture_transformers(
     seed: int,
     attention: str,
 ) -> Captured:
-    transformers = require_package("transformers", "hf")
-    fields = {k: v for k, v in fields.items() if k not in ("quantization_config", "torch_dtype", "dtype")}
-    model_type = fields.pop("model_type", None)
-    try:
-        config = transformers.AutoConfig.for_model(model_type, **fields)
-        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except (ValueError, KeyError) as error:
-        raise CaptureError(
-            f"transformers {transformers.__version__} has no causal language model of type {model_type!r}",
-            where=str(path),
-            fix="upgrade transformers, or write the model as one file in models/",
-        ) from error
+    config, model_class = _read_config(fields, str(path))
     if attention == "sdpa" and not model_class._supports_sdpa:
         raise CaptureError(
             f"{model_class.__name__} has no sdpa attention", where=str(path), fix='use attention "eager"'
@@ -183,10 +179,13 @@ def _capture_transformers(
     config._attn_implementation = attention
     config._experts_implementation = "batched_mm"
     text = config.get_text_config()
+    max_positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(max_positions, int):
+        raise CaptureError("the config has no max_position_embeddings", where=str(path), fix="add it to config.json")
     captured = capture_decoder(
-        lambda: model_class(config),
+        partial(_explain_failure, model_class, str(path), config),
         dtype=dtype,
-        max_positions=int(text.max_position_embeddings),
+        max_positions=max_positions,
         checkpoint=checkpoint,
         weights=weights,
         seed=seed,
@@ -195,6 +194,33 @@ def _capture_transformers(
     )
     captured.config |= _describe(text)
     return captured
+
+
+def _read_config(fields: dict[str, Any], where: str) -> tuple[Any, Any]:
+    """(config, model class) of transformers. Raises CaptureError if there is no such model or a field is wrong."""
+    transformers = require_package("transformers", "hf")
+    fields = {k: v for k, v in fields.items() if k not in ("quantization_config", "torch_dtype", "dtype")}
+    model_type = fields.pop("model_type", None)
+    known, causal = transformers.CONFIG_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if model_type not in known or known[model_type] not in causal:
+        raise CaptureError(
+            f"transformers {transformers.__version__} has no causal language model of type {model_type!r}",
+            where=where,
+            fix="upgrade transformers, or write the model as one file in models/",
+        )
+    config = _explain_failure(known[model_type], where, **fields)
+    return config, causal[type(config)]
+
+
+def _explain_failure(make: Any, where: str, *args: Any, **fields: Any) -> Any:
+    """Call a class of transformers; whatever it raises at the fields of config.json becomes one sentence."""
+    try:
+        return make(*args, **fields)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        raise CaptureError(
+            f"the config makes no {make.__name__}: {reason}", where=where, fix="correct that field of config.json"
+        ) from error
 
 
 def _describe(config: Any) -> dict[str, Any]:

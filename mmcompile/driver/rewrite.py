@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from mmcompile.capture.export import Captured
-from mmcompile.core.errors import unknown_name
+from mmcompile.core.errors import UsageError, unknown_name
 from mmcompile.core.passes import Pass, PassContext
 from mmcompile.core.runner import PassReport, check_required, copy_graph, run_passes
 from mmcompile.core.sample_inputs import make_decode_inputs
@@ -48,6 +48,9 @@ def rewrite_model(captured: Captured, options: BuildOptions, dump: Path, progres
     copies = _list_copies(options) if decoder else {}
     every = [*passes, *(p for more in copies.values() for p in more)]
     _check_names(options, [p.name for p in every])
+    if options.quantization_options and options.quantization == "none" and not captured.nvfp4:
+        names = ", ".join(options.quantization_options)
+        raise UsageError(f"options of a quantization, but none is asked for: {names}", fix="pass --quant, e.g. nvfp4")
 
     def report(done: PassReport) -> None:
         progress("rewrite", done.name, done.index + 1, len(every))

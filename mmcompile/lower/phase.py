@@ -160,7 +160,7 @@ class PhaseLowering:
             if not choices and self.strict:
                 raise LoweringError(
                     f"{op} has no kernel for {self.selector.spec.name}: {reason}",
-                    where=source_of(node) or node.name,
+                    where=", ".join(filter(None, (f"node {node.name}", source_of(node)))),
                     fix="drop --strict to run it by its reference, or write a kernel template for it",
                 )
         launches = self.load_launches if node in self.constant else self.launches
