@@ -53,6 +53,7 @@ def list_passes(kind: str = "decoder", quantization: str = "none", *, stored: bo
         whole_graph("clean", clean, "drop_no_ops"),
         whole_graph("clean", clean, "fold_literals"),
         whole_graph("clean", clean, "merge_common"),
+        whole_graph("clean", clean, "spell_out_layer_norm"),
         whole_graph("standardise", standardise, "match_linear"),
         rule_file("standardise", standardise, "match_embedding"),
         whole_graph("standardise", standardise, "match_rms_norm"),
