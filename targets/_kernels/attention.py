@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import triton
 import triton.language as tl
@@ -22,7 +23,7 @@ from mmcompile.targets._kernels.common import (
 
 CACHE_DTYPES = (*FLOATS, "float8_e4m3fn")
 MAX_SPLITS = 32
-SPLIT_MAX_TOKENS = 64
+SPLIT_TOKENS = (4, 16, 64)
 
 
 @triton.jit
@@ -238,9 +239,13 @@ def _key_block(call: OpCall) -> int:
     return 64 if row_bytes <= 256 else 32
 
 
-def count_splits(call: OpCall, spec: TargetSpec) -> int:
-    """Chunks of keys a sequence: a power of two for about two programs a unit and sequence, at most 32."""
-    wanted = 2 * max(spec.units, 1) // int(need(call, "kv_cache").shape[1])
+def count_splits(call: OpCall, spec: TargetSpec, tokens: int) -> int:
+    """Chunks of keys a sequence, for up to ``tokens`` sequences: about two programs a unit at half that batch.
+
+    A power of two from 2 to 32; on an H200 more chunks than that cost more in short chunks than they win.
+    """
+    programs = int(need(call, "kv_cache").shape[1]) * max(tokens // 2, 1)
+    wanted = 2 * max(spec.units, 1) // programs
     return min(MAX_SPLITS, 1 << max(wanted, 2).bit_length() - 1)
 
 
@@ -288,13 +293,15 @@ def _emit_combine(call: OpCall, splits: int) -> KernelSource:
     )
 
 
-def _emit_decode(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
-    splits = count_splits(call, spec)
+def _emit_decode(
+    tokens: int, call: OpCall, spec: TargetSpec, architecture: Architecture
+) -> tuple[KernelSource, ...]:
+    splits = count_splits(call, spec, tokens)
     return _emit_split(call, splits), _emit_combine(call, splits)
 
 
-def _decode_scratch(call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
-    q, splits = need(call, "q"), count_splits(call, spec)
+def _decode_scratch(tokens: int, call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
+    q, splits = need(call, "q"), count_splits(call, spec, tokens)
     rows = (q.shape[0], q.shape[1], splits)
     return Scratch("partial", (*rows, q.shape[2]), "float32"), Scratch("stats", (*rows, 2), "float32")
 
@@ -333,8 +340,11 @@ def _refuse_prefill(call: OpCall, spec: TargetSpec, architecture: Architecture) 
 
 
 TEMPLATES = (
-    KernelTemplate("paged_attention_decode_split", "paged_attention", _refuse_decode, _emit_decode, _decode_scratch,
-                   max_tokens=SPLIT_MAX_TOKENS),
+    *(
+        KernelTemplate(f"paged_attention_decode_split{m}", "paged_attention", _refuse_decode,
+                       partial(_emit_decode, m), partial(_decode_scratch, m), max_tokens=m)
+        for m in SPLIT_TOKENS
+    ),
     KernelTemplate("paged_attention_decode", "paged_attention", _refuse_decode, _emit_decode_single),
     KernelTemplate("paged_attention_prefill", "paged_attention", _refuse_prefill, _emit_prefill),
 )

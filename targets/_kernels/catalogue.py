@@ -18,11 +18,22 @@ from mmcompile.targets._kernels import (
     two_step,
 )
 
-_MODULES = (norm, linear, linear_nvfp4, qkv, attention, rope, embedding, sampling, swiglu, two_step, pointwise)
+_TEMPLATES: tuple[KernelTemplate, ...] = (
+    *norm.TEMPLATES,
+    *linear.TEMPLATES,
+    *linear_nvfp4.TEMPLATES,
+    *two_step.NARROW,  # where two launches beat the fused one
+    *qkv.TEMPLATES,
+    *two_step.TEMPLATES,
+    *attention.TEMPLATES,
+    *rope.TEMPLATES,
+    *embedding.TEMPLATES,
+    *sampling.TEMPLATES,
+    *swiglu.TEMPLATES,
+    *pointwise.TEMPLATES,
+)
 
 
 def list_kernels(spec: TargetSpec) -> tuple[KernelTemplate, ...]:
     """The templates on offer for ``spec``, in order of preference; empty where no binary is made."""
-    if not spec.backend:
-        return ()
-    return tuple(template for module in _MODULES for template in module.TEMPLATES)
+    return _TEMPLATES if spec.backend else ()

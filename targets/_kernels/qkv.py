@@ -15,6 +15,7 @@ from mmcompile.targets._kernels.attention import CACHE_DTYPES
 from mmcompile.targets._kernels.common import (
     ELEMENT_SIZES,
     FLOATS,
+    ceil_div,
     is_present,
     kernel_name,
     need,
@@ -31,6 +32,7 @@ from mmcompile.targets._kernels.norm import scale_normed
 from mmcompile.targets._kernels.rope import rotate_halves, to_cache
 
 _MAX_HEAD_DIM = 256
+PART_ROWS = 16
 _OPTIONAL = ("bias", "q_weight", "k_weight")
 
 
@@ -58,13 +60,16 @@ def tile_qkv(tile, x, weight, scale, global_scale, bias, q_weight, k_weight, pos
              HALF: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ROUND_BEFORE_SCALE: tl.constexpr,
              COS_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
              CACHE_HEAD_STRIDE: tl.constexpr, CACHE_ROW_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr,
-             SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Head ``tile`` of [q | k | v] for at most BLOCK_M tokens: project, normalise, rotate 2 HALF dimensions, store.
+             SPLIT: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr):
+    """One of PARTS parts of a head of [q | k | v], for at most BLOCK_M tokens: project, normalise, rotate, store.
 
-    Columns are projected in the order 0, HALF, 1, HALF + 1, ... so that both members of a rotated pair lie in one
-    thread; the dimensions that pass through keep their order.
+    2 HALF dimensions are rotated. Columns are projected in the order 0, HALF, 1, HALF + 1, ... so that both members
+    of a rotated pair lie in one thread; the dimensions that pass through keep their order. A norm needs PARTS == 1.
     """
-    place = tl.arange(0, BLOCK_N)
+    part = tile % PARTS
+    tile = tile // PARTS
+    place = part * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.where(place < 2 * HALF, place // 2 + (place % 2) * HALF, place)
     valid = place < HEAD_DIM
     row = tile * HEAD_DIM + column
@@ -78,7 +83,7 @@ def tile_qkv(tile, x, weight, scale, global_scale, bias, q_weight, k_weight, pos
         value = norm_heads(value, q_weight, k_weight, is_q, is_k, column, valid, HEAD_DIM, EPS, WEIGHT_OFFSET,
                            ROUND_BEFORE_SCALE)
     first, second = tl.split(tl.reshape(value, (BLOCK_M, BLOCK_N // 2, 2)))
-    pair = tl.arange(0, BLOCK_N // 2)
+    pair = part * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     token = tl.arange(0, BLOCK_M).to(tl.int64)
     active = token < tokens
     rotated = (pair < tl.where(tile < HEADS + KV_HEADS, HALF, 0))[None, :]
@@ -103,6 +108,16 @@ def tile_qkv(tile, x, weight, scale, global_scale, bias, q_weight, k_weight, pos
         kv_mask = (slot >= 0)[:, None] & in_head
         tl.store(rows + first_column, to_cache(first, kv_cache.dtype.element_ty), mask=kv_mask)
         tl.store(rows + second_column, to_cache(second, kv_cache.dtype.element_ty), mask=kv_mask)
+
+
+def has_norm(call: OpCall) -> bool:
+    """True if q or k is normalised per head."""
+    return is_present(call, "q_weight") or is_present(call, "k_weight")
+
+
+def count_parts(call: OpCall, block_n: int) -> int:
+    """Programs a head: one where a norm needs all of it."""
+    return ceil_div(int(call.attributes["head_dim"]), block_n)
 
 
 def _is_nvfp4(call: OpCall) -> bool:
@@ -168,6 +183,7 @@ def _constants(call: OpCall, blocks: Blocks) -> dict[str, int | float | bool | s
         "CACHE_ROW_STRIDE": int(cache.strides[2]),
         "RESULT_STRIDE": row_stride(call.results[0]),
         "SPLIT": SPLIT,
+        "PARTS": count_parts(call, blocks.n),
         "BLOCK_M": blocks.m,
         "BLOCK_N": blocks.n,
         "BLOCK_K": blocks.k,
@@ -182,7 +198,7 @@ def _parameters(call: OpCall, names: list[str]) -> list[Parameter]:
 def _emit(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
     x, attributes = need(call, "x"), call.attributes
     size, k, head_dim = ELEMENT_SIZES[x.dtype], int(x.shape[1]), int(attributes["head_dim"])
-    block_n = max(16, next_power_of_two(head_dim))
+    block_n = max(16, next_power_of_two(head_dim)) if has_norm(call) else PART_ROWS
     blocks = skinny_blocks(tokens, block_n, k, size, spec)
     weights = WEIGHTS if _is_nvfp4(call) else ("weight", "None", "None")
     intrinsics: dict[str, Any] = {}
@@ -204,7 +220,7 @@ def _emit(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tu
             constants=constants,
             parameters=_parameters(call, [name for name in arguments if name != "None"]),
             body=f"tile_qkv({spelled})",
-            grid=(str(heads), "1", "1"),
+            grid=(str(heads * count_parts(call, blocks.n)), "1", "1"),
             intrinsics=intrinsics,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,

@@ -17,7 +17,7 @@ from mmcompile.targets import sm90
 from mmcompile.targets._kernels import attention
 
 SPEC, ARCH = dataclasses.replace(sm90.TARGET.spec, units=6), sm90.TARGET.spec.architectures[0]
-SPLIT, SINGLE, PREFILL = attention.TEMPLATES
+SPLIT, _, WIDE_SPLIT, SINGLE, PREFILL = attention.TEMPLATES
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-6}
 
 
@@ -94,9 +94,10 @@ CASES = [
 def test_decode_split_matches_reference(runner, heads, kv_heads, d, page, window, dtype, cache_dtype):
     tensors = make_case([1, 0, 70, 129], [1] * 4, heads=heads, kv_heads=kv_heads, d=d, page_size=page, dtype=dtype,
                         cache_dtype=cache_dtype)
-    outcome = run(runner, SPLIT, tensors, window)
-    check(outcome, dtype)
-    assert not outcome.results[0][1].any()
+    for template in (SPLIT, WIDE_SPLIT):
+        outcome = run(runner, template, tensors, window)
+        check(outcome, dtype)
+        assert not outcome.results[0][1].any()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "page", "window", "dtype", "cache_dtype"), CASES)
@@ -155,6 +156,8 @@ def test_refusals_name_the_reason(template, call, reason):
 
 
 def test_splits_depend_on_units_and_heads():
-    counts = {units: attention.count_splits(make_call("decode"), dataclasses.replace(SPEC, units=units))
+    counts = {units: attention.count_splits(make_call("decode"), dataclasses.replace(SPEC, units=units), 2)
               for units in (1, 4, 132, 256)}
     assert counts == {1: 2, 4: 8, 132: 32, 256: 32}
+    spec = dataclasses.replace(SPEC, units=132)
+    assert [attention.count_splits(make_call("decode"), spec, tokens) for tokens in (4, 16, 64)] == [32, 32, 8]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mmcompile.core.discover import load_module
 from mmcompile.targets._kernels.linear import SKINNY_TOKENS, TEMPLATES
 
-SKINNY, GEMM = TEMPLATES
+SKINNY, WIDE_SKINNY, GEMM = TEMPLATES
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Accumulation in another order moves few values across a rounding border; fp32 sums differ in their last bits.
 BOUNDS = {torch.bfloat16: 1e-3, torch.float16: 1.5e-4, torch.float32: 2e-6}
@@ -41,6 +41,15 @@ def test_skinny_matches_reference(runner, normal, case, dtype):
     tensors = make_tensors(normal, *case, dtype)
     for outcome in runner.run_everywhere(SKINNY, tensors, {"activation": case[3]}, rows=ROWS,
                                          symbols={"tokens": case[0]}):
+        assert max(outcome.errors) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [17, 32])
+def test_skinny_takes_32_tokens(runner, normal, tokens, dtype):
+    tensors = make_tensors(normal, tokens, 40, 72, "swiglu", True, True, dtype)
+    for outcome in runner.run_everywhere(WIDE_SKINNY, tensors, {"activation": "swiglu"}, rows=ROWS,
+                                         symbols={"tokens": tokens}):
         assert max(outcome.errors) <= BOUNDS[dtype]
 
 

@@ -19,7 +19,7 @@ from mmcompile.targets._intrinsics.nvfp4 import decode_nvfp4
 from mmcompile.targets._kernels.common import language_dtype
 from mmcompile.targets._kernels.linear_nvfp4 import TEMPLATES, nvfp4_intrinsics
 
-SKINNY, GEMM = TEMPLATES
+SKINNY, WIDE_SKINNY, GEMM = TEMPLATES
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BOUNDS = {torch.bfloat16: 1e-3, torch.float16: 1.5e-4, torch.float32: 2e-6}
 ROWS = {name: "tokens" for name in ("x", "residual", "result")}
@@ -56,6 +56,15 @@ def test_skinny_matches_reference(runner, normal, case, dtype):
     tensors = make_tensors(normal, *case, dtype)
     for outcome in runner.run_everywhere(SKINNY, tensors, {"activation": case[3]}, rows=ROWS,
                                          symbols={"tokens": case[0]}):
+        assert max(outcome.errors) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [17, 32])
+def test_skinny_takes_32_tokens(runner, normal, tokens, dtype):
+    tensors = make_tensors(normal, tokens, 40, 80, "swiglu", True, True, dtype)
+    for outcome in runner.run_everywhere(WIDE_SKINNY, tensors, {"activation": "swiglu"}, rows=ROWS,
+                                         symbols={"tokens": tokens}):
         assert max(outcome.errors) <= BOUNDS[dtype]
 
 

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from mmcompile.core.discover import load_module
 from mmcompile.core.ops.linear import nvfp4_quantize
+from mmcompile.targets._kernels import two_step
 from mmcompile.targets._kernels.qkv import TEMPLATES
 
-DENSE, NVFP4 = TEMPLATES
+DENSE, WIDE_DENSE, NVFP4, WIDE_NVFP4 = TEMPLATES
 BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 # The sums run in another order, so a value may land on the other side of a rounding border (in float8: a large step).
 BOUNDS = {BF16: 2e-3, F16: 3e-4, F32: 2e-6, F8: 4e-3}
@@ -85,6 +86,33 @@ def test_nvfp4_matches_reference(runner, case):
     tensors = make_tensors(case, 16, packed=True)
     for outcome in runner.run_everywhere(NVFP4, tensors, make_attributes(case), rows=ROWS, symbols={"tokens": 16}):
         check(outcome, case[8], tensors["kv_cache"])
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.parametrize("packed", [False, True])
+def test_takes_32_tokens(runner, case, packed):
+    template = WIDE_NVFP4 if packed else WIDE_DENSE
+    tensors = make_tensors(case, 29, packed=packed)
+    for outcome in runner.run_everywhere(template, tensors, make_attributes(case), rows=ROWS, symbols={"tokens": 29}):
+        check(outcome, case[8], tensors["kv_cache"])
+
+
+@pytest.mark.parametrize("tokens", [3, 20, 40])
+@pytest.mark.parametrize("case", [CASES[0], CASES[1]], ids=lambda c: "-".join(map(str, c)))
+def test_two_steps_match_reference(runner, call_of, case, tokens):
+    (template,) = (
+        t for t in (*two_step.NARROW, *two_step.TEMPLATES)
+        if t.op == "qkv_norm_rope_insert_nvfp4" and t.max_tokens == {3: 16, 20: 32, 40: None}[tokens]
+    )  # fmt: skip
+    tensors = make_tensors(case, tokens, packed=True)
+    result = torch.empty(tokens, case[0], case[2], dtype=case[8])
+    call = call_of(template.op, tensors, make_attributes(case), ROWS, [result])
+    if case is CASES[0] and tokens <= 32:
+        assert template.refuse(call, SPEC, ARCH) == "one launch is faster"
+        return
+    assert template.refuse(call, SPEC, ARCH) is None
+    outcome = runner.run_op(template, tensors, make_attributes(case), SPEC, ARCH, rows=ROWS, symbols={"tokens": tokens})
+    check(outcome, case[8], tensors["kv_cache"])
 
 
 @pytest.mark.parametrize("early", [True, False])
