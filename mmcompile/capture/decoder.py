@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mmcompile.capture.checkpoint import Checkpoint, load_into, open_checkpoint
 from mmcompile.capture.experts import stack_experts
 from mmcompile.capture.export import Captured, capture_module, without_weights
+from mmcompile.capture.huggingface import holds_weights
 from mmcompile.capture.tensors import require_package
 from mmcompile.core.errors import CaptureError, CheckpointError
 from mmcompile.core.ops.linear import nvfp4_dequantize
@@ -146,20 +147,38 @@ def capture_huggingface(
 ) -> Captured:
     """Capture a Hugging Face directory, or a bare config.json (which has no real weights).
 
-    ``attention``: "sdpa" or "eager", transformers' two spellings. Modeling code is transformers' own, unmodified;
-    code that comes with a checkpoint is never run.
+    With ``weights`` "auto" a directory that holds weights in any form must hold them complete and readable; only one
+    without any gets random ones. ``attention``: "sdpa" or "eager", transformers' two spellings. Modeling code is
+    transformers' own, unmodified; code that comes with a checkpoint is never run.
     """
     path = Path(path)
     config_path = path / "config.json" if path.is_dir() else path
     if not config_path.is_file():
         raise CaptureError("there is no config.json", where=str(path), fix="name a Hugging Face directory")
+    config = _read_json(config_path)
+    stored = holds_weights(path) if weights in ("auto", "real") else any(path.glob("*.safetensors"))
+    checkpoint = open_checkpoint(path) if path.is_dir() and stored else None
+    captured = _capture_transformers(config, checkpoint, path, dtype, weights, seed, attention)
+    generation = config_path.with_name("generation_config.json")
+    if path.is_dir() and generation.is_file():  # transformers' generate stops at the tokens that this file names
+        stops = _list_ids(_read_json(generation).get("eos_token_id"))
+        captured.config["eos_token_ids"] = stops or captured.config["eos_token_ids"]
+    return captured
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(config_path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CaptureError(f"not a JSON file: {error}", where=str(config_path)) from None
-    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
-    checkpoint = open_checkpoint(path) if has_weights else None
-    return _capture_transformers(config, checkpoint, path, dtype, weights, seed, attention)
+        raise CaptureError(f"not a JSON file: {error}", where=str(path)) from None
+    if not isinstance(content, dict):
+        raise CaptureError("not a JSON object", where=str(path))
+    return content
+
+
+def _list_ids(token: int | list[int] | None) -> list[int]:
+    """Token ids as a list, whether there is none, one or several."""
+    return [] if token is None else [token] if isinstance(token, int) else list(token)
 
 
 def _capture_transformers(
@@ -225,8 +244,6 @@ def _explain_failure(make: Any, where: str, *args: Any, **fields: Any) -> Any:
 
 def _describe(config: Any) -> dict[str, Any]:
     """Facts of a transformers config under the names that models/ use; eos_token_ids is always a list."""
-    eos = config.eos_token_id
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     heads = config.num_attention_heads
     return {
         "model_type": config.model_type,
@@ -237,5 +254,5 @@ def _describe(config: Any) -> dict[str, Any]:
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "bos_token_id": config.bos_token_id,
-        "eos_token_ids": ids,
+        "eos_token_ids": _list_ids(config.eos_token_id),
     }

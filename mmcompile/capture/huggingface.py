@@ -62,6 +62,11 @@ def open_huggingface(directory: Path) -> Checkpoint:
     )
 
 
+def holds_weights(directory: Path) -> bool:
+    """Whether anything there looks like weights, be it complete, readable or neither."""
+    return any(True for pattern in ("*.safetensors", INDEX_NAME, *PICKLE_PATTERNS) for _ in directory.glob(pattern))
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(f"{path.name} is missing", where=str(path.parent))

@@ -98,6 +98,21 @@ def test_greedy_text_equals_transformers(tmp_path: Path, family: str, shard_size
         assert found != [generate(unlimited, prompt) for prompt in PROMPTS], "the window must matter"
 
 
+@pytest.mark.parametrize("field", [pytest.param("config.json", marks=pytest.mark.slow), "generation_config.json"])
+def test_stop_tokens_are_those_that_transformers_uses(tmp_path: Path, field: str) -> None:
+    model = make_model("llama")
+    stop = generate(model, PROMPTS[1])[9]
+    holder = model.config if field == "config.json" else model.generation_config
+    holder.eos_token_id = [stop, VOCABULARY - 1]
+    model.save_pretrained(tmp_path / "model")
+    if field == "config.json":
+        (tmp_path / "model" / "generation_config.json").unlink()
+        model.generation_config.eos_token_id = holder.eos_token_id
+    engine = build_engine(tmp_path / "model")
+    assert engine.manifest.model.eos_token_ids == (stop, VOCABULARY - 1)
+    assert len(check_text(engine, model)[1]) == 10
+
+
 def stored_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers of a decoder but for its output projection, by module path."""
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
@@ -184,7 +199,7 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("save", [compress, pytest.param(write_modelopt, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("save", [compress, write_modelopt])
 def test_nvfp4_checkpoints_load_as_they_are(tmp_path: Path, save: Callable[[nn.Module, Path], None]) -> None:
     changes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     save(make_model("llama", **changes), tmp_path / "model")
@@ -212,8 +227,7 @@ def rows_in_artifact(artifact: Path) -> set[bytes]:
     return {bytes(row) for tensor in small for row in tensor.numpy()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_experts_run_by_their_references(tmp_path: Path, family: str) -> None:
     model = make_model(family)
     model.save_pretrained(tmp_path / "model")

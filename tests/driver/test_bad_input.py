@@ -141,6 +141,28 @@ def test_a_truncated_file_is_named(checkpoint: Path, tmp_path: Path, place: Path
 
 
 @pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "model-1.safetensors"}}',
+            "shard model-1.safetensors is m",
+        ),
+        ("pytorch_model.bin", "", "only pickled weights found"),
+    ],
+)
+def test_weights_that_cannot_be_read_are_never_replaced_by_random_ones(
+    checkpoint: Path, tmp_path: Path, place: Path, file: str, content: str, message: str
+) -> None:
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    (folder / file).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        build(str(folder), place, BuildOptions())
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"model_type": "llamas"}, "no causal language model of type 'llamas'"),
