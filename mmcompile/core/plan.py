@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -196,7 +198,7 @@ class TargetEntry(Record):
 
 
 class Manifest(Record):
-    """The table of contents. ``files``: sha256 of every other file of the artifact."""
+    """The table of contents. ``files``: sha256 of every other file; ``digest``: of this record (see ``seal``)."""
 
     schema_version: int = SCHEMA_VERSION
     mmcompile: str
@@ -207,3 +209,11 @@ class Manifest(Record):
     targets: dict[str, TargetEntry]
     weights: Literal["packed", "none"]
     files: dict[str, str]
+    digest: str
+
+
+def seal(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest's JSON record with its ``digest``: sha256 of the record without it, keys sorted."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return rest | {"digest": hashlib.sha256(text.encode()).hexdigest()}

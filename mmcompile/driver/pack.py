@@ -27,6 +27,7 @@ from mmcompile.core.plan import (
     QuantizationSpec,
     Record,
     TargetEntry,
+    seal,
 )
 from mmcompile.core.spec import TargetSpec
 from mmcompile.driver.compile import Compiled
@@ -169,7 +170,8 @@ class Packer:
             (self.folder / "tokenizer.json").write_bytes(self.captured.tokenizer)
         manifest = self._make_manifest()
         write_report(self.folder, manifest, self.plans)
-        manifest = manifest.model_copy(update={"files": hash_files(self.folder)})
+        record = seal(manifest.model_dump(mode="json") | {"files": hash_files(self.folder)})
+        manifest = Manifest.model_validate(record)
         write_record(self.folder / "manifest.json", manifest)
         return manifest
 
@@ -195,6 +197,7 @@ class Packer:
         config, context = self.captured.config, self.rewritten.context
         decoder = self.captured.kind == "decoder"
         return Manifest(
+            digest="",
             mmcompile=mmcompile.__version__,
             kind="decoder" if decoder else "module",
             model=ModelSpec(

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmcompile.core.errors import ArtifactError
-from mmcompile.core.plan import SCHEMA_VERSION, Binary, Buffer, Manifest, Plan, Record
+from mmcompile.core.plan import SCHEMA_VERSION, Binary, Buffer, Manifest, Plan, Record, seal
 from mmcompile.runtime.executor import torch_dtype
 
 MANIFEST = "manifest.json"
@@ -179,6 +179,8 @@ def open_artifact(path: str | Path) -> Artifact:
             f"not an artifact: {what}", where=str(root), fix="pass a directory that `mmcompile build` wrote"
         )
     manifest = _read_record(root / MANIFEST, Manifest)
+    if seal(manifest.model_dump(mode="json"))["digest"] != manifest.digest:
+        raise ArtifactError("the manifest is damaged: its digest does not fit", where=str(root / MANIFEST), fix=_REBUILD)
     if not manifest.targets:
         raise ArtifactError("the artifact holds no target", where=str(root / MANIFEST), fix=_REBUILD)
     _check_files(root, manifest.files)

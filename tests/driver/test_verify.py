@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmcompile.core.errors import ArtifactError, UsageError
-from mmcompile.core.plan import Buffer, View
+from mmcompile.core.plan import Buffer, View, seal
 from mmcompile.driver.verify import KernelVerdict, verify_artifact
 from mmcompile.driver.verify_inputs import Case, describe_sequences, list_token_counts
 from mmcompile.driver.verify_run import Memory
@@ -28,7 +28,7 @@ def rehash(folder: Path) -> None:
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"] = {f: hashlib.sha256((folder / f).read_bytes()).hexdigest() for f in manifest["files"]}
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(seal(manifest)))
 
 
 def find_kernel(folder: Path, prefix: str) -> str:

@@ -28,6 +28,7 @@ from mmcompile.core.plan import (
     QuantizationSpec,
     TargetEntry,
     View,
+    seal,
 )
 from mmcompile.core.region import Region, Step
 
@@ -229,7 +230,7 @@ def write_artifact(
         "quantization": QuantizationSpec(),
         "weights": "packed",
     } | manifest
-    write_manifest(root, Manifest(targets=targets, files={}, **record).model_dump(mode="json"))
+    write_manifest(root, Manifest(targets=targets, files={}, digest="", **record).model_dump(mode="json"))
     return root
 
 
@@ -237,7 +238,7 @@ def write_manifest(root: Path, record: dict[str, Any]) -> None:
     """Write manifest.json with the hashes of the files as they are now."""
     files = sorted(p for p in root.rglob("*") if p.is_file() and p.name != "manifest.json")
     hashes = {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
-    (root / "manifest.json").write_text(json.dumps(record | {"files": hashes}, indent=1))
+    (root / "manifest.json").write_text(json.dumps(seal(record | {"files": hashes}), indent=1))
 
 
 def model_spec(**changes: Any) -> ModelSpec:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmcompile.core.errors import ArtifactError, MMError, ToolchainError, UsageError
-from mmcompile.core.plan import Binary, Kernel, Manifest, Plan
+from mmcompile.core.plan import Binary, Kernel, Manifest, Plan, seal
 from mmcompile.runtime import load
 from mmcompile.runtime.selection import match_architecture, select_target
 
@@ -103,7 +103,7 @@ def test_manifest_is_not_json(copy: Path, text: str) -> None:
 def test_manifest_defects(copy: Path, edit: Callable[[dict[str, Any]], Any], message: str) -> None:
     record = json.loads((copy / "manifest.json").read_text())
     edit(record)
-    (copy / "manifest.json").write_text(json.dumps(record))
+    (copy / "manifest.json").write_text(json.dumps(seal(record)))
     with pytest.raises(ArtifactError, match=message) as raised:
         load(copy, device="cpu")
     assert raised.value.fix
@@ -280,14 +280,15 @@ def test_the_runtime_needs_no_compiler(artifact: Path) -> None:
 
 
 def test_errors_are_user_errors(copy: Path) -> None:
-    """Whatever byte of the manifest is flipped: it loads all the same, or the error is one for users."""
+    """Whatever byte of the manifest is flipped, it is found (white space aside), in words for users."""
     original = (copy / "manifest.json").read_bytes()
     for position in range(0, len(original), 29):
         flip(copy / "manifest.json", position)
-        try:
+        if original[position : position + 1].isspace():
+            continue
+        with pytest.raises(MMError) as raised:
             load(copy, device="cpu", pages=1)
-        except MMError as error:
-            assert error.fix
+        assert raised.value.fix
         (copy / "manifest.json").write_bytes(original)
 
 
