@@ -180,7 +180,7 @@ def open_artifact(path: str | Path) -> Artifact:
         )
     manifest = _read_record(root / MANIFEST, Manifest)
     if seal(manifest.model_dump(mode="json"))["digest"] != manifest.digest:
-        raise ArtifactError("the manifest is damaged: its digest does not fit", where=str(root / MANIFEST), fix=_REBUILD)
+        raise ArtifactError("the manifest is damaged: wrong digest", where=str(root / MANIFEST), fix=_REBUILD)
     if not manifest.targets:
         raise ArtifactError("the artifact holds no target", where=str(root / MANIFEST), fix=_REBUILD)
     _check_files(root, manifest.files)
