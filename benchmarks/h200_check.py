@@ -58,7 +58,7 @@ def check_artifact(path: str, tokens: int, short: bool) -> bool:
             continue
         first = next(n for n, (a, b) in enumerate(zip(result.tokens, want.tokens, strict=False)) if a != b)
         gap, rounding = find_gap(cpu, i + list(want.tokens[:first]), result.tokens[first], want.tokens[first])
-        verdict = "within bf16 rounding" if 0 <= gap <= rounding else "NOT explained by rounding"
+        verdict = "within bf16 rounding" if abs(gap) <= rounding else "NOT explained by rounding"
         good &= verdict.startswith("within")
         print(f"  token {first} of {prompt!r} differs: logits {gap:.4f} apart, rounding {rounding:.4f}: {verdict}")
     again = gpu.generate(ids, greedy)

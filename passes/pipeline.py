@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 from torch import fx
@@ -36,8 +35,12 @@ def rule_folder(phase: str, folder: str) -> list[Pass]:
     """Every rule file of a folder, largest pattern first, ties by name: a new fusion is one new file."""
     modules: dict[str, ModuleType] = {n: load_module(folder, n) for n in list_names(folder)}
     with_rules = [n for n, m in modules.items() if hasattr(m, "RULES")]
-    size: Callable[[str], int] = lambda n: max(len(r.traced[0].graph.nodes) for r in modules[n].RULES)  # noqa: E731
-    return [rule_file(phase, folder, n) for n in sorted(with_rules, key=lambda n: (-size(n), n))]
+    return [rule_file(phase, folder, n) for n in sorted(with_rules, key=lambda n: (-_size(modules[n]), n))]
+
+
+def _size(module: ModuleType) -> int:
+    """Calls in the largest pattern of a rule file."""
+    return max(sum(n.op == "call_function" for n in rule.traced[0].graph.nodes) for rule in module.RULES)
 
 
 def list_passes(kind: str = "decoder", quantization: str = "none", *, stored: bool = False) -> list[Pass]:

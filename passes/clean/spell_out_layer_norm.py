@@ -33,7 +33,7 @@ def _spell_out(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
     arguments = full_arguments(node)
     x, eps = arguments["input"], arguments["eps"]
     if len(arguments["normalized_shape"]) != 1:
-        raise Refusal(node, f"it normalises over {len(arguments['normalized_shape'])} dimensions, a row kernel over one")
+        raise Refusal(node, f"it normalises over {len(arguments['normalized_shape'])} dimensions, not one")
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return emit(graph_module, node, target, *args, **kwargs)

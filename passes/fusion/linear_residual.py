@@ -1,9 +1,8 @@
 """linear(x, w) + residual  ->  linear(x, w, residual=residual)     the sum in the epilogue of the layer.
 
-Where a norm follows, add_rms_norm could take the sum as well. The layer goes first (its pattern is larger, so the
-pipeline runs it earlier): its output would be written and read back once more, [tokens, hidden] each way, before the
-norm adds it, while in the epilogue only the sum is written; the number of launches is the same. add_rms_norm is left
-with the sums that no linear layer makes, such as the output of a mixture of experts.
+Where a norm follows, add_rms_norm takes the sum and runs first: the number of launches is the same, and on an H200
+(SmolLM2-135M, decode at batch 1, 8 and 32) that was 1 % faster, although the epilogue moves fewer bytes. This rule is
+left with the sums that no norm follows at once, such as the one before the last-token gather.
 """
 
 from __future__ import annotations
