@@ -31,6 +31,7 @@ class Outcome:
 def mmcompile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """Call the command line with words; its signal handler is undone afterwards."""
     monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.delenv("COLUMNS", raising=False)  # set by test runners; a pipe has no width
 
     def call(*words: object) -> Outcome:
         capsys.readouterr()

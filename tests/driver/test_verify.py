@@ -97,7 +97,7 @@ def test_a_sound_kernel_passes_with_its_error(tiny: Callable[..., Path]) -> None
 @pytest.mark.parametrize(
     ("prefix", "old", "new"),
     [
-        ("linear_nvfp4_skinny16_bf16_64x48", "value = (value.to(tl.float32) + other.to(tl.float32))",
+        ("linear_nvfp4_skinny16_bf16_64x128_residual", "value = (value.to(tl.float32) + other.to(tl.float32))",
          "value = (value.to(tl.float32))"),
         ("linear_nvfp4_skinny16_bf16_80x64", "return row, column < N", "return row, column < N - 1"),
         ("linear_nvfp4_skinny16_bf16_80x64", "(tl.arange(0, 8) * 4)", "((tl.arange(0, 8) ^ 1) * 4)"),

@@ -20,7 +20,7 @@ PROMPTS = [
     "Write one sentence about the sea.",
     "Count from one to ten.",
 ]
-TOKENS = 20
+TOKENS = 16
 
 
 @pytest.fixture(scope="module")
