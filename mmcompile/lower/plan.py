@@ -13,7 +13,7 @@ from mmcompile.core.kernel import KernelSource, KernelTemplate
 from mmcompile.core.plan import Buffer, Launch, Phase, Plan
 from mmcompile.core.runner import copy_graph
 from mmcompile.core.spec import TargetSpec
-from mmcompile.lower.host import decode_weights_at_load
+from mmcompile.lower.host import prepare_for_host
 from mmcompile.lower.phase import PhaseLowering
 from mmcompile.lower.select import Selector
 
@@ -56,7 +56,7 @@ def lower_model(
     for name, graph_module in graphs.items():
         if selector is None:
             graph_module = copy_graph(graph_module)
-            decode_weights_at_load(graph_module)
+            prepare_for_host(graph_module)
         lowered = PhaseLowering(graph_module, name, selector, symbols[name], strict, output_names[name], largest).run()
         for key, buffer in lowered.buffers.items():
             if buffers.setdefault(key, buffer) != buffer:

@@ -82,8 +82,9 @@ def qk_norm_rope_insert(
         q = rms_norm(q, q_weight, eps, weight_offset, round_before_scale)
     if k_weight is not None:
         k = rms_norm(k, k_weight, eps, weight_offset, round_before_scale)
-    insert_kv(rope(k, positions, cos_sin), v, kv_cache, slot_mapping)
-    return rope(q, positions, cos_sin)
+    rotated = rope(torch.cat([q, k], dim=1), positions, cos_sin)
+    insert_kv(rotated[:, num_heads:], v, kv_cache, slot_mapping)
+    return rotated[:, :num_heads].contiguous()
 
 
 def _fake_qkv_norm_rope_insert(
