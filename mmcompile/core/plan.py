@@ -88,7 +88,8 @@ class Choice(Record):
 class Launch(Record):
     """One operation of a phase: what it means (op, inputs, attributes) and how it is done (choices).
 
-    ``op``: "mm.<name>", "region" (a generated kernel; attributes hold the region) or "aten.<name>.<overload>".
+    ``op``: "mm.<name>", "region.pointwise" or "region.reduction" (a generated kernel; attributes hold the region), or
+    "aten.<name>.<overload>".
     ``inputs``: views by parameter name (None where an optional tensor is absent). With no choices the operation runs
     by its reference. ``source``: where in the model's source it came from. ``reason``: why it has no kernel, if so.
     """
