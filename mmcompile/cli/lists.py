@@ -55,7 +55,7 @@ def passes(
     """List the passes in the order in which they run, and the rules for --require."""
     from mmcompile.core.discover import list_names
     from mmcompile.core.errors import unknown_name
-    from mmcompile.passes.pipeline import list_decode_passes, list_passes, list_rules
+    from mmcompile.passes.pipeline import list_decode_passes, list_passes, list_rules, list_score_passes
 
     for what, name, known in (
         ("quantization", quant, ["none", *list_names("passes.quant")]),
@@ -63,7 +63,8 @@ def passes(
     ):
         if name not in known:
             raise unknown_name(what, name, known)
-    ordered = [*list_passes(kind, quant), *(list_decode_passes() if kind == "decoder" else [])]
+    copies = [*list_decode_passes(), *list_score_passes()] if kind == "decoder" else []
+    ordered = [*list_passes(kind, quant), *copies]
     records = [
         {"number": i, "phase": p.phase, "name": p.name, "effect": p.effect, "description": p.description}
         for i, p in enumerate(ordered)
