@@ -41,11 +41,13 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--target", nargs="*", default=TARGETS)
+    parser.add_argument("--layers", nargs="*", type=int, default=[2, 8, 30])
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MMCOMPILE_CACHE"] = f"{folder}/cache"
-        for target in TARGETS:
+        for target in arguments.target:
             options = BuildOptions((target,), "nvfp4")
             cold = measure(arguments.model, options, Path(folder) / "a")
             warm = measure(arguments.model, options, Path(folder) / "a")
@@ -54,7 +56,7 @@ def main() -> None:
                     ["target", "compile cold", "total cold", "compile warm", "total warm"], rows)  # fmt: skip
         rows = []
         module = list_models()[arguments.model]
-        for layers in (2, 8, 30):
+        for layers in arguments.layers:
             module.MODELS["grown"] = replace(module.MODELS[arguments.model], num_layers=layers)
             os.environ["MMCOMPILE_CACHE"] = f"{folder}/cache-{layers}"
             spent = measure("grown", BuildOptions(("sm90",), "nvfp4", weights="random"), Path(folder) / "b")
