@@ -39,6 +39,7 @@ class DeviceMemory:
 
     Register every buffer first, then run. ``data`` is the arena as bytes; ``owner[i]`` is 0 for guard bytes, else
     1 + index of the region; ``known[i]`` says whether byte i was ever written (True for buffers with contents).
+    ``shadow_size``: bytes of all writable regions.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,8 @@ class DeviceMemory:
         self.known: npt.NDArray[np.bool_] = np.zeros(GUARD, np.bool_)
         self._writable = np.zeros(1, np.bool_)
         self._partly_unknown = False
+        self._shift = np.zeros(1, np.int64)
+        self.shadow_size = 0
 
     def register(
         self,
@@ -72,6 +75,8 @@ class DeviceMemory:
         marks = np.broadcast_to(np.asarray(known, np.bool_), (size,))
         self.known = np.concatenate([self.known, marks, np.zeros(gap, np.bool_)])
         self._writable = np.append(self._writable, writable)
+        self._shift = np.append(self._shift, self.shadow_size - start)
+        self.shadow_size += size if writable else 0
         self._partly_unknown |= not bool(marks.all())
         return BASE + start
 
@@ -104,6 +109,15 @@ class DeviceMemory:
             if unknown.any():
                 raise EmulationFault("uninitialised", f"read of {self.describe(int(index[unknown][0]))}")
         return index
+
+    def find_shadow(self, index: Index) -> tuple[npt.NDArray[np.bool_], Index]:
+        """Which accesses go to writable regions, and their first bytes in a shadow of ``shadow_size`` bytes.
+
+        Only writable regions have a shadow in the race check: nobody writes the others.
+        """
+        owner = self.owner[index]
+        writable = self._writable[owner]
+        return writable, (index + self._shift[owner])[writable]
 
     def read(self, index: Index, size: int) -> Bytes:
         """Bytes [lanes, size] at arena indices."""
