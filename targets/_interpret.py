@@ -33,9 +33,6 @@ class Interpreter:
         timeout: seconds that one run may take.
     """
 
-    proof = "interpreter"
-    samples = True
-
     def __init__(self, timeout: float = 300.0) -> None:
         self._timeout = timeout
         self._folder = tempfile.TemporaryDirectory(prefix="mmcompile-interpret-")

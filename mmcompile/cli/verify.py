@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,8 @@ from mmcompile.cli.progress import show_progress
 _EPILOG = """[b]Examples[/b]
 
 mmcompile verify out --quick
+
+mmcompile verify out --emulate --target gfx950
 
 mmcompile verify out --target sm100 --kernel 'linear_nvfp4*'
 
@@ -35,26 +38,42 @@ def verify(
     ] = None,
     kernel: Annotated[str | None, typer.Option(help="Only kernels whose name matches.", metavar="PATTERN")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")] = False,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Only run the assembly in the emulators; a row for each architecture.")
+    ] = False,
+    interpret: Annotated[
+        bool, typer.Option("--interpret", help="Only run the sources in Triton's interpreter.")
+    ] = False,
     device: Annotated[
-        str, typer.Option(help="cpu: interpret the sources. cuda: run the binaries on this machine's GPU.")
+        str, typer.Option(help="cpu: interpret and emulate. cuda: run the binaries on this machine's GPU.")
     ] = "cpu",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Check every file's hash, then run every kernel's source in Triton's interpreter against its reference."""
-    from mmcompile.core.errors import VerificationError, unknown_name
-    from mmcompile.driver.verify import verify_artifact
+    """Prove every kernel against its operation's reference, on a machine without a GPU.
+
+    Every file must have its recorded hash, every binary its recorded instructions. Then every kernel's source runs in
+    Triton's interpreter, and its emitted assembly in mmcompile's emulators of PTX and gfx950, with checks of bounds,
+    of what nobody wrote, of barriers and of races.
+    """
+    from mmcompile.core.errors import UsageError, VerificationError, unknown_name
+    from mmcompile.driver.verify import METHODS, verify_artifact
 
     if device not in ("cpu", "cuda"):
         raise unknown_name("device", device, ("cpu", "cuda"))
+    if (emulate, interpret, device == "cuda").count(True) > 1:
+        raise UsageError("--emulate, --interpret and --device cuda exclude each other", fix="name one of them")
+    methods = {(True, False): ("emulator",), (False, True): ("interpreter",)}.get((emulate, interpret), METHODS)
+    methods = ("hardware",) if device == "cuda" else methods
     targets = [name for value in target or () for name in value.split(",") if name]
     with show_progress(silent=as_json) as watch:
         verdicts = verify_artifact(
-            artifact, targets=targets or None, kernel_pattern=kernel, quick=quick, progress=watch, device=device
+            artifact, targets=targets or None, kernel_pattern=kernel, quick=quick, progress=watch, methods=methods
         )
-    records = [vars(verdict) for verdict in verdicts]
+    records = [asdict(verdict) for verdict in verdicts]
     failed = [r for r in records if r["verdict"] == "failed"]
-    emit({"records": records, "failed": len(failed)}, as_json, lambda console: _print_records(console, records))
+    printer = _print_emulations if emulate else _print_records
+    emit({"records": records, "failed": len(failed)}, as_json, lambda console: printer(console, records))
     if failed:
         names = ", ".join(f"{r['kernel']} ({r['target']})" for r in failed[:3])
         print_error(f"{len(failed)} of {len(records)} kernels disagree with their references: {names}.")
@@ -80,3 +99,33 @@ def _print_records(console: Console, records: list[dict[str, Any]]) -> None:
     console.print(make_table("Every file has the hash that the manifest records.", columns, rows, numbers=(3, 4, 5, 6)))
     verdicts = [r["verdict"] for r in records]
     console.print(f"\n{', '.join(f'{verdicts.count(v)} {v}' for v in ('ok', 'failed', 'skipped'))}")
+
+
+def _print_emulations(console: Console, records: list[dict[str, Any]]) -> None:
+    """One row for each kernel (or chain of kernels) and architecture; what was not checked, once, below."""
+    emulated = [(r, e) for r in records for e in r["emulations"]]
+    rows = [
+        (
+            r["kernel"],
+            e["architecture"],
+            r["cases"],
+            f"{e['instructions']:,}",
+            f"{e['covered']:.0%}",
+            f"{e['max_error']:.1e}",
+            f"{e['relative_error']:.1e}",
+            f"{r['bound']:.1e}",
+            mark(e["verdict"] != "failed", e["verdict"]),
+            "; ".join(part for part in (e["coverage"], e["reason"]) if part),
+        )
+        for r, e in emulated
+    ]
+    columns = (
+        "kernel", "architecture", "cases", "instructions", "covered", "max error", "relative", "bound", "verdict",
+        "remarks",
+    )  # fmt: skip
+    title = "Emitted assembly, executed in the emulators."
+    console.print(make_table(title, columns, rows, numbers=(2, 3, 4, 5, 6, 7)))
+    for sentence in dict.fromkeys(s for _, e in emulated for s in e["unchecked"]):
+        console.print(f"Not checked: {sentence}")
+    verdicts = [e["verdict"] for _, e in emulated]
+    console.print(f"\n{', '.join(f'{verdicts.count(v)} {v}' for v in ('ok', 'failed'))}")

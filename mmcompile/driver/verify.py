@@ -7,7 +7,7 @@ import json
 import queue
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,15 +21,41 @@ from mmcompile.core.plan import Binary, Choice, Launch, Plan, View
 from mmcompile.driver.progress import Progress, silent
 from mmcompile.driver.targets import load_target
 from mmcompile.driver.verify_device import DeviceRunner
+from mmcompile.driver.verify_emulate import Emulation, list_jobs, run_jobs
 from mmcompile.driver.verify_inputs import list_decoder_cases, list_module_cases
+from mmcompile.driver.verify_interpret import InterpreterRunner
 from mmcompile.driver.verify_run import Check, Outcome, Runner, run_check
 from mmcompile.runtime.artifact import Artifact, open_artifact
 from mmcompile.runtime.device_cuda import CudaDriver
 from mmcompile.targets._disassemble import count_instructions
-from mmcompile.targets._interpret import Interpreter
 from mmcompile.targets._target import Target
 
+METHODS = ("interpreter", "emulator")
+"""What verify does where there is no GPU."""
+
 _SEQUENCE_INPUTS = {"query_start", "seq_lens", "block_table", "slot_mapping"}
+
+
+@dataclass(frozen=True)
+class EmulationRecord:
+    """What the emulator found for one architecture.
+
+    Attributes:
+        instructions: executed, one for each active thread, over all cases. covered: share of the instructions of the
+            kernels' texts that were executed at least once. unchecked: what the emulator could not check.
+        verdict: "ok" or "failed", with the ``reason``.
+    """
+
+    architecture: str
+    instructions: int
+    covered: float
+    max_error: float
+    relative_error: float
+    verdict: str
+    seconds: float
+    reason: str = ""
+    unchecked: tuple[str, ...] = ()
+    coverage: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,8 +68,10 @@ class KernelVerdict:
         bound: what ``relative_error`` may be (driver.verify_run.BOUNDS); single elements are held to a looser one.
         verdict: "ok", "failed" or "skipped", with the ``reason``.
         proofs: what it passed of "assembled" (binaries are the recorded ones and within the target's limits),
-            "ledger" (they hold the promised instructions) and "interpreter" or "hardware".
+            "ledger" (they hold the promised instructions), "interpreter" (the source), "emulator" (the assembly of
+            every architecture) and "hardware".
         coverage: "" if every program of every grid ran, else e.g. "programs 32 of 3072".
+        emulations: one record for each architecture, if the emulator ran.
     """
 
     target: str
@@ -59,6 +87,7 @@ class KernelVerdict:
     seconds: float
     reason: str = ""
     coverage: str = ""
+    emulations: tuple[EmulationRecord, ...] = ()
 
 
 @dataclass
@@ -80,19 +109,20 @@ def verify_artifact(
     quick: bool = False,
     progress: Progress = silent,
     workers: int = 2,
-    device: str = "cpu",
+    methods: Collection[str] = METHODS,
 ) -> list[KernelVerdict]:
     """Verify the kernels of an artifact.
 
-    Equal choices (the layers of a model) count as one, and equal sources run once for all targets. Every choice runs
-    in Triton's interpreter on seeded inputs, with the plan's own grids, arguments and strides, in poisoned memory,
-    and is compared with the operation's reference. Weights are random, so an artifact without weights will do.
+    Equal choices (the layers of a model) count as one, and equal sources and texts run once for all targets. Every
+    choice runs on seeded inputs, with the plan's own grids, arguments and strides, in poisoned memory, and is compared
+    with the operation's reference. Weights are random, so an artifact without weights will do.
 
     Args:
         targets: names of the artifact's targets, by default all. kernel_pattern: shell pattern; only choices with a
-            kernel whose name matches. quick: one case for each choice. workers: interpreter processes.
-        device: "cpu" interprets the emitted sources; "cuda" runs the binaries on this machine's GPU, and takes by
-            default the targets that it can run.
+            kernel whose name matches. quick: one case for each choice. workers: processes.
+        methods: "interpreter" runs the emitted sources in Triton's interpreter, "emulator" the emitted assembly in
+            mmcompile's emulators, ("hardware",) the binaries on this machine's GPU: by default those of the targets
+            that it can run.
 
     Returns: verdicts in the order of targets, phases and launches. Raises ArtifactError for a damaged artifact and
     UsageError for an unknown target or a pattern that matches nothing.
@@ -102,21 +132,27 @@ def verify_artifact(
         if name not in artifact.manifest.targets:
             raise unknown_name("target", name, artifact.manifest.targets, where=str(path))
     chosen = list(targets or sorted(artifact.manifest.targets))
-    if device != "cpu":
+    if "hardware" in methods:
         chosen = _list_runnable(chosen)
         if len(chosen) != 1:
             raise UsageError(f"{len(chosen)} targets of the artifact run on this machine's GPU", fix="name one target")
     units = [u for name in chosen for u in _list_units(artifact, name, quick, kernel_pattern or "*")]
     if kernel_pattern is not None and not units:
         raise UsageError(f"no kernel of the artifact matches {kernel_pattern!r}", where=str(path))
-    with ExitStack() as stack:
-        if device == "cpu":
-            runners: list[Runner] = [stack.enter_context(Interpreter()) for _ in range(max(1, workers))]
-        else:
-            (name,) = chosen
-            runners = [stack.enter_context(DeviceRunner(artifact, artifact.plan(name), load_target(name)))]
-        outcomes = _run_units(units, runners, progress)
-        return [_judge(unit, *outcomes[unit.key], runners[0].proof) for unit in units]
+    outcomes, emulations = {}, {}
+    if "emulator" in methods:
+        jobs = list_jobs(artifact, [(unit.target, unit.key, unit.check) for unit in units])
+        emulations = run_jobs(jobs, workers, progress)
+    if set(methods) - {"emulator"}:
+        with ExitStack() as stack:
+            if "hardware" in methods:
+                plan, target = artifact.plan(chosen[0]), load_target(chosen[0])
+                runners: list[Runner] = [stack.enter_context(DeviceRunner(artifact, plan, target))]
+            else:
+                runners = [stack.enter_context(InterpreterRunner()) for _ in range(max(1, workers))]
+            outcomes = _run_units(units, runners, progress)
+    proof = "hardware" if "hardware" in methods else "interpreter"
+    return [_judge(unit, outcomes.get(unit.key), proof, emulations.get((unit.target, unit.key), {})) for unit in units]
 
 
 def _list_runnable(names: Sequence[str]) -> list[str]:
@@ -257,18 +293,39 @@ def _name(check: Check) -> str:
     return " + ".join(k.kernel for k in check.choice.kernels)
 
 
-def _judge(unit: _Unit, outcome: Outcome, seconds: float, proof: str) -> KernelVerdict:
-    reasons = list(unit.reasons)
-    if outcome.failure:
-        reasons.append(f"{_name(unit.check)}, {outcome.failure}")
-    verdict, proofs = "failed" if reasons else "ok", unit.proofs
+def _judge(
+    unit: _Unit, run: tuple[Outcome, float] | None, proof: str, emulations: Mapping[str, tuple[Emulation, float]]
+) -> KernelVerdict:
+    """One verdict from the static checks, the run of the sources or binaries, and the runs of the assembly."""
+    reasons, proofs, seconds = list(unit.reasons), unit.proofs, 0.0
+    if run is not None:
+        seconds = run[1]
+        if run[0].failure:
+            reasons.append(f"{_name(unit.check)}, {run[0].failure}")
+        elif unit.check.cases:
+            proofs = (*proofs, proof)
+    records = tuple(_record(architecture, *result) for architecture, result in emulations.items())
+    broken = [f"{r.architecture}: {r.reason}" for r in records if r.verdict == "failed"]
+    reasons += broken
+    if records and unit.check.cases and not broken:
+        proofs = (*proofs, "emulator")
+    verdict = "failed" if reasons else "ok"
     if not unit.check.cases:
         verdict = verdict if reasons else "skipped"
         reasons.append("no token count within the plan's limits reaches this choice")
-    elif not outcome.failure:
-        proofs = (*proofs, proof)
+    outcomes = [run[0]] if run else [emulation.outcome for emulation, _ in emulations.values()]
     return KernelVerdict(
-        unit.target, _name(unit.check), unit.check.launch.op, unit.check.choice.template, outcome.cases,
-        outcome.max_error, outcome.relative_error, outcome.bound, verdict, proofs, seconds, "; ".join(reasons),
-        outcome.coverage,
+        unit.target, _name(unit.check), unit.check.launch.op, unit.check.choice.template,
+        max((o.cases for o in outcomes), default=0), max((o.max_error for o in outcomes), default=0.0),
+        max((o.relative_error for o in outcomes), default=0.0), max((o.bound for o in outcomes), default=0.0),
+        verdict, proofs, seconds + sum(r.seconds for r in records), "; ".join(reasons),
+        next((o.coverage for o in outcomes if o.coverage), ""), records,
+    )  # fmt: skip
+
+
+def _record(architecture: str, emulation: Emulation, seconds: float) -> EmulationRecord:
+    outcome = emulation.outcome
+    return EmulationRecord(
+        architecture, emulation.instructions, emulation.coverage, outcome.max_error, outcome.relative_error,
+        "failed" if outcome.failure else "ok", seconds, outcome.failure, emulation.unchecked, outcome.coverage,
     )  # fmt: skip

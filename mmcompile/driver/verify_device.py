@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from mmcompile.core.errors import ArtifactError
 from mmcompile.core.kernel import KernelSource
 from mmcompile.core.plan import Plan
+from mmcompile.driver.verify_run import GUARD
 from mmcompile.runtime.artifact import Artifact
 from mmcompile.runtime.device_cuda import CudaDriver
 from mmcompile.runtime.device_gpu import PackedArguments
@@ -27,7 +28,8 @@ class DeviceRunner:
     """
 
     proof = "hardware"
-    samples = False
+    sampling = None
+    guard = GUARD
 
     def __init__(self, artifact: Artifact, plan: Plan, target: Target) -> None:
         self._artifact, self._plan = artifact, plan
@@ -52,6 +54,8 @@ class DeviceRunner:
         arguments: Sequence[Argument],
         grid: tuple[int, int, int],
         programs: Sequence[tuple[int, int, int]] | None = None,
+        *,
+        written: Collection[int] = (),
     ) -> list[Argument]:
         """Launch the whole grid of ``source.name``'s binary; returns the arguments as they are after the run."""
         assert programs is None, "a GPU runs whole grids"

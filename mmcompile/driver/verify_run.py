@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,22 +25,25 @@ BOUNDS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-15, "float8
 """Largest norm of the error over the norm of the reference, by the dtype of the result; 0 for integers."""
 ELEMENT_FACTOR = 8.0
 """An element may be off by this many bounds of its magnitude plus the reference's root mean square."""
-MAX_PROGRAMS, SAMPLED_PROGRAMS = 128, 32
-"""A single launch of more programs than the first number is sampled: so many of its programs run."""
+GUARD = 512
+"""Elements before and after every buffer in which a faulty kernel writes unharmed and is found out."""
+POISON = {True: 0xFF, False: 0x81}
+"""Byte that fills buffers of floats (True: NaN) and of integers (False: far out of range)."""
 
-_GUARD = 512
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Runner(Protocol):
-    """What runs a kernel: Triton's interpreter or a GPU.
+    """What runs a kernel: Triton's interpreter, an emulator of the assembly, or a GPU.
 
-    ``proof``: what a kernel that agrees has passed. ``samples``: large grids may be run in part.
+    ``proof``: what a kernel that agrees has passed. ``sampling``: grids of more programs than the first number are
+    run in part, so many of their programs as the second says; None to run all. ``guard``: elements around buffers.
     """
 
     proof: str
-    samples: bool
+    sampling: tuple[int, int] | None
+    guard: int
 
     def run(
         self,
@@ -48,8 +51,10 @@ class Runner(Protocol):
         arguments: Sequence[Argument],
         grid: tuple[int, int, int],
         programs: Sequence[tuple[int, int, int]] | None = None,
+        *,
+        written: Collection[int] = (),
     ) -> list[Argument]:
-        """Launch and return the arguments as they are after the run."""
+        """Launch and return the arguments as they are after the run; ``written``: positions of those it may write."""
 
 
 @dataclass
@@ -72,10 +77,11 @@ class Outcome:
 
 @dataclass
 class Memory:
-    """Buffers of a launch, each poisoned (NaN; integers far out of range) and between guards."""
+    """Buffers of a launch, each poisoned (NaN; integers far out of range) and between guards of ``guard`` elements."""
 
     buffers: Mapping[str, Buffer]
     symbols: Mapping[str, int]
+    guard: int = GUARD
     storages: dict[str, Tensor] = field(default_factory=dict)
 
     def view(self, view: View) -> Tensor:
@@ -84,13 +90,13 @@ class Memory:
             self.storages[view.buffer] = self._make(self.buffers[view.buffer])
         shape = evaluate_shape(view.shape, self.symbols)
         strides = evaluate_shape(view.strides, self.symbols) if view.strides else contiguous_strides(shape)
-        offset = _GUARD + evaluate(view.offset, self.symbols)
+        offset = self.guard + evaluate(view.offset, self.symbols)
         return self.storages[view.buffer].as_strided(shape, strides, offset)
 
     def _make(self, buffer: Buffer) -> Tensor:
         dtype = getattr(torch, buffer.dtype)
-        count = math.prod(evaluate_shape(buffer.shape, self.symbols)) + 2 * _GUARD
-        poison = 0xFF if dtype.is_floating_point else 0x81
+        count = math.prod(evaluate_shape(buffer.shape, self.symbols)) + 2 * self.guard
+        poison = POISON[dtype.is_floating_point]
         return torch.full((count * dtype.itemsize,), poison, dtype=torch.uint8).view(dtype)
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -99,7 +105,7 @@ class Memory:
 
     def interior(self, name: str) -> slice:
         """Where a buffer lies between its guards."""
-        return slice(_GUARD, len(self.storages[name]) - _GUARD)
+        return slice(self.guard, len(self.storages[name]) - self.guard)
 
 
 def as_bits(tensor: Tensor) -> Tensor:
@@ -122,6 +128,20 @@ class Check:
         """Inputs that the operation writes."""
         return bind_call(self.launch).mutated
 
+    @property
+    def buffer_names(self) -> list[str]:
+        """Buffers that the launch or its kernels name, sorted."""
+        arguments = (a for k in self.choice.kernels for a in k.arguments)
+        views = (*self.launch.inputs.values(), *self.launch.outputs, *arguments)
+        return sorted({view.buffer for view in views if isinstance(view, View)})
+
+    @property
+    def read_only(self) -> set[str]:
+        """Buffers that no kernel of the choice may write."""
+        views = {name: view for name, view in self.launch.inputs.items() if view is not None}
+        written = {v.buffer for v in self.launch.outputs} | {views[n].buffer for n in self.mutated if n in views}
+        return {v.buffer for v in views.values()} - written
+
 
 def run_check(check: Check, runner: Runner) -> Outcome:
     """Run every case, up to the first that fails."""
@@ -138,26 +158,26 @@ def run_check(check: Check, runner: Runner) -> Outcome:
 
 def _run_case(check: Check, case: Case, seed: int, runner: Runner, outcome: Outcome) -> None:
     launch = check.launch
-    memory = Memory(check.buffers, case.symbols)
+    memory = Memory(check.buffers, case.symbols, runner.guard)
     inputs = {name: memory.view(view) for name, view in launch.inputs.items() if view is not None}
     fill_operands(launch, inputs, case, seed)
     expected, expected_states = _evaluate_reference(launch, inputs)
     for view in (*launch.outputs, *(a for k in check.choice.kernels for a in k.arguments if isinstance(a, View))):
         memory.view(view)
     before = memory.snapshot()
-    sampled = False
+    sampled = 0
     for kernel in check.choice.kernels:
-        programs = _sample_programs(check, kernel, case, outcome) if runner.samples else None
-        sampled = programs is not None
-        _run_kernel(check.sources[kernel.kernel], kernel, memory, runner, programs)
+        programs = _sample_programs(check, kernel, case, outcome, runner.sampling)
+        sampled = len(programs or ())
+        _run_kernel(check, kernel, memory, runner, programs)
     _check_untouched(check, memory, before)
     exact = launch.op in EXACT_OPS
     for view, reference in zip(launch.outputs, expected, strict=True):
         result = memory.view(view)
         written = None
-        if sampled:
+        if sampled > 0:
             written = as_bits(result) != _same_view(before[view.buffer], result)
-            _check_share(written, case, outcome.coverage, check.choice.kernels[0])
+            _check_share(written, case, sampled, check.choice.kernels[0])
         _compare(view.buffer, result, reference, outcome, exact, written)
     for name, reference in expected_states.items():
         state = launch.inputs[name]
@@ -189,7 +209,7 @@ def _evaluate_reference(launch: Launch, inputs: Mapping[str, Tensor]) -> tuple[t
 
 
 def _sample_programs(
-    check: Check, kernel: KernelLaunch, case: Case, outcome: Outcome
+    check: Check, kernel: KernelLaunch, case: Case, outcome: Outcome, sampling: tuple[int, int] | None
 ) -> list[tuple[int, int, int]] | None:
     """The first, the last and seeded other programs of a large grid; None to run all.
 
@@ -198,28 +218,31 @@ def _sample_programs(
     """
     x, y, z = evaluate_shape(kernel.grid, case.symbols)
     total = x * y * z
-    if total <= MAX_PROGRAMS or len(check.choice.kernels) > 1 or check.mutated:
+    if sampling is None or total <= sampling[0] or len(check.choice.kernels) > 1 or check.mutated:
         return None
-    chosen = sorted({0, total - 1, *random.Random(total).sample(range(1, total - 1), SAMPLED_PROGRAMS - 2)})
+    chosen = sorted({0, total - 1, *random.Random(total).sample(range(1, total - 1), sampling[1] - 2)})
     outcome.coverage = f"programs {len(chosen)} of {total}"
     return [(i // (y * z), i // z % y, i % z) for i in chosen]
 
 
 def _run_kernel(
-    source: KernelSource,
+    check: Check,
     kernel: KernelLaunch,
     memory: Memory,
     runner: Runner,
     programs: list[tuple[int, int, int]] | None,
 ) -> None:
     """Launch and take over the memory as the kernel left it."""
+    source = check.sources[kernel.kernel]
     arguments: list[Argument] = [
         memory.view(a) if isinstance(a, View) else evaluate(a, memory.symbols) for a in kernel.arguments
     ]
     x, y, z = evaluate_shape(kernel.grid, memory.symbols)
     if min(x, y, z) < 1:
         raise VerificationError(f"kernel {kernel.kernel} has the empty grid ({x}, {y}, {z})")
-    after = runner.run(source, arguments, (x, y, z), programs)
+    inputs = check.read_only
+    written = [i for i, a in enumerate(kernel.arguments) if isinstance(a, View) and a.buffer not in inputs]
+    after = runner.run(source, arguments, (x, y, z), programs, written=written)
     for argument, tensor in zip(kernel.arguments, after, strict=True):
         if isinstance(argument, View) and isinstance(tensor, Tensor):
             flat = torch.empty(0, dtype=tensor.dtype)
@@ -241,7 +264,7 @@ def _check_untouched(check: Check, memory: Memory, before: Mapping[str, Tensor])
                 _same_view(allowed, like).fill_(True)
         changed = ((as_bits(memory.storages[name]) != bits) & ~allowed).nonzero()
         if len(changed):
-            place = int(changed[0]) - _GUARD
+            place = int(changed[0]) - memory.guard
             raise VerificationError(f"{_names(check.choice)} writes element {place} of {name}, which it must not")
 
 
@@ -249,12 +272,14 @@ def _names(choice: Choice) -> str:
     return " + ".join(k.kernel for k in choice.kernels)
 
 
-def _check_share(written: Tensor, case: Case, coverage: str, kernel: KernelLaunch) -> None:
+def _check_share(written: Tensor, case: Case, sampled: int, kernel: KernelLaunch) -> None:
     """Sampled programs must have written their share, and the first and the last the corners of the result."""
     total = math.prod(evaluate_shape(kernel.grid, case.symbols))
     count, flat = int(written.sum()), written.flatten()
-    if not (flat[0] and flat[-1]) or count * total < (SAMPLED_PROGRAMS - 1) * flat.numel():
-        raise VerificationError(f"{kernel.kernel} ({coverage}) leaves results unwritten: {count} of {flat.numel()}")
+    if not (flat[0] and flat[-1]) or count * total < (sampled - 1) * flat.numel():
+        raise VerificationError(
+            f"{sampled} of {total} programs of {kernel.kernel} leave results unwritten: {count} of {flat.numel()}"
+        )
 
 
 def _compare(

@@ -75,8 +75,8 @@ def encode_f16(values: Array) -> Halves:
 def decode(name: str, codes: Array) -> Floats:
     """Codes (bytes, one value each) of "e4m3", "e5m2", "e2m1", "e2m3", "e3m2" or "ue8m0" to fp32."""
     if name == "ue8m0":
-        exponent = codes.astype(np.float32) - np.float32(127)
-        return np.where(codes == 255, np.float32(np.nan), np.exp2(exponent).astype(np.float32))
+        value = np.exp2(np.minimum(codes, 254).astype(np.float32) - np.float32(127))
+        return np.where(codes == 255, np.float32(np.nan), value)
     return _TABLES[name][codes.astype(np.uint8)]
 
 
