@@ -13,7 +13,7 @@ class InterpreterRunner:
     """See :class:`mmcompile.driver.verify_run.Runner`. Portable intrinsics stand for a target's own."""
 
     proof = "interpreter"
-    sampling = (128, 32)
+    sampling = (24, 8)
     guard = GUARD
 
     def __init__(self) -> None:
