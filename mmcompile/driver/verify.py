@@ -136,7 +136,7 @@ def verify_artifact(
         chosen = _list_runnable(chosen)
         if len(chosen) != 1:
             raise UsageError(f"{len(chosen)} targets of the artifact run on this machine's GPU", fix="name one target")
-    units = [u for name in chosen for u in _list_units(artifact, name, quick, kernel_pattern or "*")]
+    units = [u for name in chosen for u in list_units(artifact, name, quick, kernel_pattern or "*")]
     if kernel_pattern is not None and not units:
         raise UsageError(f"no kernel of the artifact matches {kernel_pattern!r}", where=str(path))
     outcomes, emulations = {}, {}
@@ -164,7 +164,7 @@ def _list_runnable(names: Sequence[str]) -> list[str]:
     return [n for n, spec in specs.items() if any(architecture in a.runs_on for a in spec.architectures)]
 
 
-def _list_units(artifact: Artifact, target_name: str, quick: bool, pattern: str) -> list[_Unit]:
+def list_units(artifact: Artifact, target_name: str, quick: bool, pattern: str) -> list[_Unit]:
     """Every different choice of a target's plan with a kernel that matches, statically checked."""
     plan, target = artifact.plan(target_name), load_target(target_name)
     sources = {name: _read_source(artifact, plan, name) for name in plan.kernels}
