@@ -101,8 +101,7 @@ def erase_dead(graph_module: fx.GraphModule, roots: Iterable[fx.Node]) -> list[s
 
 
 def finish(graph_module: fx.GraphModule, result: PassResult) -> PassResult:
-    """Lint and recompile after edits."""
-    graph_module.graph.lint()
+    """Have the code made anew when the graph runs next; the runner lints it after every pass."""
     graph_module.recompile()
     return result
 
@@ -116,7 +115,7 @@ def find_ancestors(node: fx.Node) -> list[fx.Node]:
             if parent not in seen:
                 seen.add(parent)
                 stack.append(parent)
-    return [n for n in node.graph.nodes if n in seen]
+    return sorted(seen)
 
 
 def evaluate(graph_module: fx.GraphModule, node: fx.Node, inputs: Mapping[str, Tensor]) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mmcompile.core.graph import get_parameter
+from mmcompile.core.graph import get_parameter, infer_meta, make_graph_module
+from mmcompile.core.infer import InferenceMemo
 from mmcompile.core.symbols import make_fake_mode
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -70,7 +71,7 @@ def canonicalise(exported: nn.Module, symbols: dict[str, tuple[int, int]], shape
     graph = exported.graph
     graph.set_codegen(fx.graph.CodeGen())
     _drop_checks(graph)
-    graph_module = fx.GraphModule(exported, graph)
+    graph_module = make_graph_module(exported, graph)
     graph = graph_module.graph
     _unify_casts(graph)
     _merge_tied_weights(graph_module)
@@ -136,7 +137,7 @@ def _propagate(graph_module: fx.GraphModule, symbols: dict[str, tuple[int, int]]
     graph_module.meta["fake_mode"] = mode
     graph_module.meta["symbols"] = names
     graph_module.meta["symbolic_sizes"] = names
-    known: dict[int, torch.Tensor] = {}
+    memo = graph_module.meta["inferred"] = InferenceMemo()
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
             shape = [names.get(d, d) for d in shapes[str(node.target)]]
@@ -144,10 +145,7 @@ def _propagate(graph_module: fx.GraphModule, symbols: dict[str, tuple[int, int]]
                 node.meta["val"] = torch.empty(shape, dtype=node.meta["val"].dtype)
         elif node.op == "get_attr":
             tensor = get_parameter(graph_module, str(node.target))
-            with mode:
-                node.meta["val"] = known.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
-        elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            with mode:
-                node.meta["val"] = node.target(*args, **kwargs)
+            node.meta["val"] = memo.infer_call(mode, torch.empty, (tuple(tensor.shape),), {"dtype": tensor.dtype})
+        else:
+            infer_meta(graph_module, [node])
         node.meta.pop("tensor_meta", None)

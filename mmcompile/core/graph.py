@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from mmcompile.core.infer import InferenceMemo
 from mmcompile.core.ops.define import find_op
 
 
@@ -71,25 +73,32 @@ def set_parameter(graph_module: fx.GraphModule, name: str, value: torch.Tensor) 
     module.register_buffer(leaf, value.detach())
 
 
+def make_graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A GraphModule over ``root``'s tensors whose ``recompile`` waits until the graph runs: passes need no code."""
+    return _LazyGraphModule(root, graph)
+
+
 def users_in_order(node: fx.Node) -> list[fx.Node]:
     """Users sorted by their place in the graph (FX keeps insertion order of uses instead)."""
     return sorted(node.users, key=lambda user: user)
 
 
 def infer_meta(graph_module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
-    """Compute meta["val"] of new nodes from the fake values of their inputs, in the given order."""
+    """Compute meta["val"] of new nodes from the fake values of their inputs, in the given order.
+
+    Equal calls of pure operations on equal shapes and dtypes share one value: equal layers are inferred once.
+    """
+    mode = find_fake_mode(graph_module)
+    memo: InferenceMemo = graph_module.meta.setdefault("inferred", InferenceMemo())
     for node in nodes:
         if node.op == "get_attr":
             tensor = get_parameter(graph_module, str(node.target))
-            mode = find_fake_mode(graph_module)
-            node.meta["val"] = mode.from_tensor(tensor, static_shapes=True) if mode else tensor
+            node.meta["val"] = memo.infer_parameter(mode, tensor) if mode else tensor
         elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            mode = find_fake_mode(graph_module)
             if mode is None:
                 raise RuntimeError("the graph carries no fake values")
-            with mode:
-                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = memo.infer_call(mode, node.target, args, kwargs)
 
 
 def find_fake_mode(graph_module: fx.GraphModule) -> Any:
@@ -123,6 +132,7 @@ def describe_value(value: Any) -> str:
 def print_graph(graph_module: fx.GraphModule) -> str:
     """Stable text of a graph, one node a line: name, operation, arguments, value, source."""
     lines = []
+    described: dict[int, str] = {}
     for node in graph_module.graph.nodes:
         args = ", ".join([str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()])
         if node.op in ("placeholder", "get_attr"):
@@ -131,7 +141,10 @@ def print_graph(graph_module: fx.GraphModule) -> str:
             text = f"return {args}"
         else:
             text = f"{node.name} = {operation_name(node.target)}({args})"
-        comment = "  ".join(part for part in (describe_value(value_of(node)), source_of(node)) if part)
+        value = value_of(node)
+        if id(value) not in described:
+            described[id(value)] = describe_value(value)
+        comment = "  ".join(part for part in (described[id(value)], source_of(node)) if part)
         lines.append(f"{text}    # {comment}" if comment else text)
     return "\n".join(lines) + "\n"
 

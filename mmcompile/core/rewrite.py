@@ -99,7 +99,6 @@ def apply_rules(graph_module: fx.GraphModule, rules: Sequence[Rewrite]) -> PassR
     for rule in rules:
         _apply_rule(graph_module, rule, result, misses)
     result.near_misses = [miss for anchor, (_, miss) in misses.items() if not getattr(anchor, "_erased", False)]
-    graph_module.graph.lint()
     graph_module.recompile()
     return result
 
@@ -109,8 +108,8 @@ def _apply_rule(
 ) -> None:
     matcher = Matcher(rule.traced[0])
     target = matcher.roots[0].target
-    for node in reversed(list(graph_module.graph.nodes)):
-        if node.op != "call_function" or node.target != target or getattr(node, "_erased", False):
+    for node in reversed(list(graph_module.graph.find_nodes(op="call_function", target=target))):
+        if getattr(node, "_erased", False):
             continue
         bindings = matcher.match(node)
         failure = matcher.failure
@@ -136,19 +135,17 @@ def _replace(
 ) -> str | None:
     """Insert the replacement, move the uses of the roots, erase what is dead. Returns a reason if order forbids it."""
     graph = graph_module.graph
-    order = {n: i for i, n in enumerate(graph.nodes)}
     values = _by_name(bindings)
     inputs = [v for v in values.values() if isinstance(v, fx.Node)]
     roots = [bindings.values[r] for r in matcher.roots]
-    place = max((order[n] for n in inputs), default=-1)
-    first_use = min((order[u] for r in roots for u in r.users if u not in bindings.calls()), default=len(order))
-    before = max(place + 1, min(order[r] for r in roots))
-    if before > first_use:
+    calls = bindings.calls()
+    # FX orders nodes by their place in the graph.
+    anchor = max([min(roots), *(n.next for n in inputs)])
+    if any(anchor > user for r in roots for user in r.users if user not in calls):
         return "an input of the fused operation is computed after the first use of its result"
-    conflict = _find_conflict(list(order), bindings.calls(), before)
+    conflict = _find_conflict(calls, anchor)
     if conflict is not None:
         return f"it would move a write past {conflict.name}, which uses the same tensor"
-    anchor = list(order)[before]
     made = _copy_replacement(graph, rule.traced[1], values, anchor)
     new = made[0] if isinstance(made[0], tuple) else (made[0],)
     infer_meta(graph_module, made[1])
@@ -159,23 +156,24 @@ def _replace(
     for old, value in zip(roots, new, strict=True):
         if value is not None:
             old.replace_all_uses_with(value, delete_user_cb=lambda user: user not in made[1])
-    for node in sorted(bindings.calls(), key=lambda n: order[n], reverse=True):
+    for node in sorted(calls, reverse=True):
         if not node.users:
             graph.erase_node(node)
     names = tuple(n.name for n in made[1] if n.op == "call_function")
-    result.matches.append(Match(rule.name, tuple(n.name for n in bindings.calls()), names, source))
+    result.matches.append(Match(rule.name, tuple(n.name for n in calls), names, source))
     return None
 
 
-def _find_conflict(nodes: list[fx.Node], matched: list[fx.Node], place: int) -> fx.Node | None:
+def _find_conflict(matched: list[fx.Node], place: fx.Node) -> fx.Node | None:
     """A node outside the match, between a matched write and ``place``, that reads or writes the same tensor."""
     for writer in matched:
         written = written_inputs(writer)
         if written:
-            low, high = sorted((nodes.index(writer), place))
-            for other in nodes[low:high]:
+            other, end = sorted((writer, place))
+            while other is not end:
                 if other not in matched and not written.isdisjoint(other.all_input_nodes):
                     return other
+                other = other.next
     return None
 
 

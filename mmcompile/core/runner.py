@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from mmcompile.core.errors import LoweringError, VerificationError
-from mmcompile.core.graph import get_parameter, operation_name, print_graph
+from mmcompile.core.graph import get_parameter, is_pure, make_graph_module, operation_name, print_graph
 from mmcompile.core.passes import Pass, PassContext, PassResult
 
 # A "bounded" pass may change results by at most this much of the largest magnitude, by the dtype of the result.
@@ -150,19 +150,16 @@ def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     values: dict[fx.Node, Any] = {}
     output = graph.graph_copy(graph_module.graph, values)
     graph.output(output)
-    twin = fx.GraphModule(graph_module, graph)
+    twin = make_graph_module(graph_module, graph)
     twin.meta = dict(graph_module.meta)
     return twin
 
 
 def eliminate_dead_code(graph_module: fx.GraphModule) -> None:
     """Drop unused pure nodes and parameters that nobody reads any more."""
-    graph_module.graph.eliminate_dead_code(
-        is_impure_node=lambda n: (
-            n.op in ("placeholder", "output")
-            or (isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable)
-        )
-    )
+    for node in reversed(graph_module.graph.nodes):
+        if not node.users and node.op != "placeholder" and is_pure(node):
+            graph_module.graph.erase_node(node)
     graph_module.recompile()
     used = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
     parameters = graph_module.named_parameters(remove_duplicate=False)

@@ -59,7 +59,7 @@ def _merge(graph_module: fx.GraphModule, group: list[fx.Node]) -> Match:
         made.append(graph.call_function(target, args))
         return made[-1]
 
-    _hoist_weights(graph, arguments, first)
+    _hoist_weights(arguments, first)
     with graph.inserting_before(first):
         merged = {}
         for name in _ROWS[first.target]:
@@ -78,17 +78,16 @@ def _merge(graph_module: fx.GraphModule, group: list[fx.Node]) -> Match:
     return Match(_rule_name(pieces), tuple(n.name for n in group), (wide.name,), source_of(first))
 
 
-def _hoist_weights(graph: fx.Graph, arguments: list[dict[str, Any]], first: fx.Node) -> None:
+def _hoist_weights(arguments: list[dict[str, Any]], first: fx.Node) -> None:
     """Move the constant nodes that feed the later layers in front of the first one."""
-    order = {n: i for i, n in enumerate(graph.nodes)}
     needed: set[fx.Node] = set()
     frontier = [v for a in arguments for k, v in a.items() if k != "x" and isinstance(v, fx.Node)]
     while frontier:
         node = frontier.pop()
-        if node not in needed and order[node] > order[first]:
+        if node not in needed and node > first:
             needed.add(node)
             frontier.extend(node.all_input_nodes)
-    for node in sorted(needed, key=lambda n: order[n]):
+    for node in sorted(needed):
         first.prepend(node)
 
 
