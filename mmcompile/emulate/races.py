@@ -123,6 +123,14 @@ class RaceDetector:
         shadow.read_clock[slot, places] = self.vectors[agents, agents]
         shadow.read_line[slot, places] = line
 
+    def read_atomic(self, shadow: Shadow, agents: Index, places: Index, line: int) -> None:
+        """Atomic, relaxed or volatile reads: they must be ordered after plain writes, and need no order otherwise.
+
+        They are not recorded: a plain write that is not ordered after them is not found.
+        """
+        before = shadow.write_agent, shadow.write_clock, shadow.write_line
+        self._check(shadow, agents, places, line, "atomic read", before)
+
     def write(self, shadow: Shadow, agents: Index, places: Index, line: int) -> None:
         """Plain writes. Raises EmulationFault("race"), also for two agents within this call on one byte."""
         self._check_all(shadow, agents, places, line, "write", atomics=True)

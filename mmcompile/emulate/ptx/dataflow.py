@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmcompile.emulate.ptx.parser import Instruction, Operand
+from mmcompile.emulate.ptx.program import Program
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class Check:
 class Flow:
     """What is to be followed in a program."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program) -> None:
         self.tracked: frozenset[int] = frozenset()
 
     def list_checks(self, instruction: Instruction) -> list[Check]:
         """Where an undefined value would matter."""
         return []
 
-    def follow(self, instruction: Instruction, mask: str | None, lines: list[str]) -> list[str]:
+    def follow(self, instruction: Instruction, mask: str | None, moved_from: str) -> list[str]:
         """Python lines that update the masks after an instruction."""
         return []
 

@@ -31,6 +31,8 @@ class Emitter:
     Attributes:
         program: of the block. masked: whether only some of the lanes may be active. instruction: being translated.
         mask: expression of the active lanes at this instruction, None if all are. ended: whether the block returned.
+        notes: what a run of the block cannot check, for the report. moved_from: name of the lane numbers that the
+            instruction's values come from, if it moves them between lanes.
     """
 
     NAMES: ClassVar[dict[str, Any]] = {
@@ -48,6 +50,8 @@ class Emitter:
         self.lines: list[str] = []
         self.names: dict[str, Any] = dict(Emitter.NAMES)
         self.ended = False
+        self.notes: set[str] = set()
+        self.moved_from = ""
         self.mask: str | None = "m" if masked else None
         self.instruction = program.instructions[0]
         self._constants: dict[tuple[bytes, str], str] = {}
@@ -59,7 +63,7 @@ class Emitter:
     def translate(self, instruction: Instruction, translation: Callable[[Emitter, Instruction], None]) -> None:
         """Append the lines of one instruction. Raises EmulationFault("unknown instruction")."""
         self.instruction, self.mask = instruction, "m" if self.masked else None
-        self._scalar_only = None
+        self._scalar_only, self.moved_from = None, ""
         if instruction.predicate is not None and instruction.op != "bra":
             predicate = f"{'~' if instruction.negated else ''}R[{instruction.predicate.index}]"
             self.append(f"q = {predicate}" + (" & m" if self.masked else ""))
@@ -73,7 +77,7 @@ class Emitter:
         except (IndexError, KeyError, AttributeError, ValueError, TypeError) as error:
             self.refuse(f"operands not understood ({type(error).__name__}: {error})")
         if self.flow and not self.ended:
-            self.lines.extend(self.flow.follow(instruction, self.mask, self.lines[start:]))
+            self.lines.extend(self.flow.follow(instruction, self.mask, self.moved_from))
         if any("g." in line for line in self.lines[start:]):
             self.lines.insert(start, f"g.line = {instruction.line}")
 
@@ -83,7 +87,7 @@ class Emitter:
             self.append(f"return {following}")
         head = ["def block(g, R, m):", *([" K = g.defined"] if self.flow and self.flow.tracked else [])]
         source = "\n".join([*head, *(f" {line}" for line in self.lines)])
-        exec(compile(source, f"<{name}>", "exec"), self.names)  # noqa: S102
+        exec(compile(source, f"<{name}>", "exec"), self.names)
         block: Block = self.names["block"]
         return block
 
@@ -112,7 +116,7 @@ class Emitter:
         return name
 
     def refuse(self, reason: str = "") -> NoReturn:
-        """The instruction is not known."""
+        """Raise EmulationFault("unknown instruction")."""
         instruction = self.instruction
         what = instruction.form + (f": {reason}" if reason else "")
         raise EmulationFault("unknown instruction", what, instruction.line, instruction.text)
@@ -158,7 +162,7 @@ class Emitter:
         return expression
 
     def put(self, operand: Operand, expression: str, data_type: str, packed: bool = False) -> None:
-        """Assign a value of a type to a register (or vector, sink) under the mask; ``packed``: it is storage already."""
+        """Assign a value of a type to a register (or vector, sink) under the mask; ``packed``: as storage."""
         if operand.kind == "sink":
             return
         if operand.kind == "vector":
@@ -252,4 +256,4 @@ class Emitter:
         if operand.kind in ("parameter", "local"):
             window = PARAMETER_WINDOW if operand.kind == "parameter" else LOCAL_WINDOW
             return f"g.full({self.constant(np.uint64(window + operand.offset))})", 8
-        self.refuse(f"a {operand.kind} operand where a register is needed")
+        raise self.refuse(f"a {operand.kind} operand where a register is needed")

@@ -33,6 +33,7 @@ class LaunchState:
         parameters: the kernel's parameter bytes. tensor_maps: descriptors among the parameters, by offset, and those
             made on the device, by global address. global_addresses: of the module's variables. order: happens-before
             edges for the race check, None without it. late: asynchronous operations complete as late as they may.
+            unchecked: sentences for the report. partly_unknown: some bytes of ``memory`` are not initialised.
     """
 
     program: Program
@@ -46,6 +47,7 @@ class LaunchState:
     order: Order | None = None
     late: bool = False
     unchecked: dict[str, None] = field(default_factory=dict)
+    partly_unknown: bool = False
 
 
 class Group:
@@ -249,6 +251,7 @@ class Group:
 
     def note_global_write(self, index: Index, size: int, lanes: Index | None) -> None:
         """``lanes`` write bytes [index, index + size) of ``memory.data``: known from here on."""
-        self.memory.note_write(index, size)
+        if self.launch.partly_unknown:
+            self.memory.known[index[:, None] + np.arange(size)] = True
         if self.order:
             self.order.write_global(self, index, size, lanes)

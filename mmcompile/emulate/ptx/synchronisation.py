@@ -5,6 +5,7 @@ PTX ISA, Memory Consistency Model; the vector clocks are those of ``mmcompile.em
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,10 +50,6 @@ class Order:
         """Plain writes of shared memory."""
         self._shared(self.detector.write, group, index, size, lanes)
 
-    def atomic_shared(self, group: Group, index: Index, size: int, lanes: Index | None) -> None:
-        """Atomic or relaxed accesses that write shared memory."""
-        self._shared(self.detector.atomic, group, index, size, lanes)
-
     def read_global(self, group: Group, index: Index, size: int, lanes: Index | None) -> None:
         """Plain reads of global memory."""
         self._global(self.detector.read, group, index, size, lanes)
@@ -61,9 +58,71 @@ class Order:
         """Plain writes of global memory."""
         self._global(self.detector.write, group, index, size, lanes)
 
-    def atomic_global(self, group: Group, index: Index, size: int, lanes: Index | None) -> None:
-        """Atomic or relaxed accesses that write global memory."""
-        self._global(self.detector.atomic, group, index, size, lanes)
+    def load_ordered(
+        self, group: Group, space: str, index: Index, size: int, lanes: Index | None, ordering: str
+    ) -> None:
+        """A relaxed, volatile or acquire load: it may see what was published at its address."""
+        self._access(self.detector.read_atomic, group, space, index, size, lanes)
+        see = self.detector.acquire if ordering == "acquire" else self.detector.observe_relaxed
+        for agent, key in self._list_keys(group, space, index, lanes):
+            see(agent, key)
+
+    def store_ordered(
+        self, group: Group, space: str, index: Index, size: int, lanes: Index | None, ordering: str
+    ) -> None:
+        """A relaxed, volatile or release store: it publishes at its address."""
+        self._access(self.detector.atomic, group, space, index, size, lanes)
+        self._mark_known(group, space, index, size)
+        publish = self.detector.release if ordering == "release" else self.detector.publish_relaxed
+        for agent, key in self._list_keys(group, space, index, lanes):
+            publish(agent, key)
+
+    def modify(self, group: Group, space: str, index: Index, size: int, lanes: Index | None, ordering: str) -> None:
+        """An atomic read-modify-write; lanes in order, each sees what those before it published."""
+        self._access(self.detector.atomic, group, space, index, size, lanes)
+        acquires, releases = ordering in ("acquire", "acq_rel"), ordering in ("release", "acq_rel")
+        detector = self.detector
+        for agent, key in self._list_keys(group, space, index, lanes):
+            (detector.acquire if acquires else detector.observe_relaxed)(agent, key)
+            (detector.release if releases else detector.publish_relaxed)(agent, key)
+
+    def fence(self, group: Group, lanes: Index) -> None:
+        """fence.acq_rel, fence.sc or membar of the lanes' warps."""
+        for agent in np.unique(group.agents[lanes]):
+            self.detector.fence(int(agent))
+
+    # ------------------------------------------------------------------ barriers
+
+    def arrive_at_barrier(self, group: Group, number: int, lanes: npt.NDArray[np.bool_]) -> None:
+        """bar.arrive: publish to those who wait at the barrier."""
+        for agent in np.unique(group.agents[lanes]):
+            self.detector.release(int(agent), self._barrier_key(group, int(agent), number))
+
+    def complete_barrier(self, group: Group, number: int, lanes: npt.NDArray[np.bool_]) -> None:
+        """The warps of ``lanes`` waited at the barrier, which is complete now: each has seen what the others did."""
+        for block in np.unique(np.flatnonzero(lanes) // group.threads):
+            part = slice(block * group.threads, (block + 1) * group.threads)
+            agents = np.unique(group.agents[part][lanes[part]])
+            for agent in agents:
+                self.detector.acquire(int(agent), self._barrier_key(group, int(agent), number))
+            self.detector.barrier(agents)
+
+    def _barrier_key(self, group: Group, agent: int, number: int) -> Hashable:
+        return "barrier", agent // (group.threads // 32), number
+
+    def _list_keys(self, group: Group, space: str, index: Index, lanes: Index | None) -> list[tuple[int, Hashable]]:
+        """Warp and address of each access, without repetition."""
+        agents = group.agents if lanes is None else group.agents[lanes]
+        owner = id(group) if space == "shared" else 0
+        pairs = dict.fromkeys(zip(agents.tolist(), index.tolist(), strict=True))
+        return [(agent, (space, owner, place)) for agent, place in pairs]
+
+    def _access(self, check: Any, group: Group, space: str, index: Index, size: int, lanes: Index | None) -> None:
+        (self._shared if space == "shared" else self._global)(check, group, index, size, lanes)
+
+    def _mark_known(self, group: Group, space: str, index: Index, size: int) -> None:
+        known = group.shared_known if space == "shared" else group.memory.known
+        known[index[:, None] + np.arange(size)] = True
 
     def _shared(self, check: Any, group: Group, index: Index, size: int, lanes: Index | None) -> None:
         agents = group.agents if lanes is None else group.agents[lanes]
