@@ -1,0 +1,138 @@
+"""mbarrier instructions: init, inval, arrive, arrive_drop, expect_tx, complete_tx, test_wait, try_wait.
+
+PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". Only objects in the block's own shared
+memory: there are no clusters of several blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmcompile.emulate.ptx.async_state import get_state
+from mmcompile.emulate.ptx.emitter import Emitter
+from mmcompile.emulate.ptx.faults_at import faults_at_line
+from mmcompile.emulate.ptx.group import Group
+from mmcompile.emulate.ptx.instructions.table import runtime, translates
+from mmcompile.emulate.ptx.mbarriers import Key
+from mmcompile.emulate.ptx.parser import Instruction, Operand
+
+Mask = npt.NDArray[np.bool_] | None
+WARP = 32
+
+
+@translates("mbarrier")
+def translate_mbarrier(emitter: Emitter, instruction: Instruction) -> None:
+    """All mbarrier instructions but pending_count and the .noComplete forms."""
+    action, modifiers = instruction.modifiers[0], instruction.modifiers
+    if not any(m.startswith("shared") for m in modifiers) or "noComplete" in modifiers or "multicast" in modifiers:
+        emitter.refuse("only plain forms in shared memory are modelled")
+    if action in ("init", "inval"):
+        count = emitter.full_source(instruction.operands[1], "b32") if action == "init" else "None"
+        emitter.append(f"set_mbarrier(g, {emitter.address(instruction.operands[0])}, {count}, {emitter.mask})")
+    elif action in ("test_wait", "try_wait"):
+        _translate_wait(emitter, instruction)
+    elif action in ("expect_tx", "complete_tx"):
+        address, size = instruction.operands
+        emitter.append(
+            f"count_bytes(g, {emitter.address(address)}, {emitter.full_source(size, 'b32')}, "
+            f"{1 if action == 'expect_tx' else -1}, {emitter.mask})"
+        )
+    elif action in ("arrive", "arrive_drop"):
+        _translate_arrive(emitter, instruction)
+    else:
+        emitter.refuse()
+
+
+def _translate_wait(emitter: Emitter, instruction: Instruction) -> None:
+    destination, address, phase = instruction.operands[:3]
+    kind = "b32" if "parity" in instruction.modifiers else "b64"
+    name = emitter.new_name()
+    emitter.append(
+        f"{name} = test_mbarrier(g, {emitter.address(address)}, {emitter.full_source(phase, kind)}, {emitter.mask})"
+    )
+    emitter.put(destination, name, "pred")
+
+
+def _translate_arrive(emitter: Emitter, instruction: Instruction) -> None:
+    operands = list(instruction.operands)
+    state: Operand | None = None if operands[0].kind == "memory" else operands.pop(0)
+    address, rest = operands[0], operands[1:]
+    expect = "expect_tx" in instruction.modifiers
+    number = emitter.full_source(rest[0], "b32") if rest else "None"
+    count, size = ("None", number) if expect else (number, "None")
+    name = emitter.new_name()
+    emitter.append(
+        f"{name} = arrive_mbarrier(g, {emitter.address(address)}, {count}, {size}, "
+        f"{instruction.modifiers[0] == 'arrive_drop'}, {emitter.mask})"
+    )
+    if state is not None:
+        emitter.put(state, name, "b64", packed=True)
+
+
+def _keys(g: Group, addresses: Any, lanes: npt.NDArray[np.int64]) -> list[Key]:
+    """Block and address of the mbarrier of each lane, checked."""
+    g.shared_index(addresses[lanes], 8, lanes)
+    blocks = lanes // g.threads
+    return [(int(block), int(address)) for block, address in zip(blocks, addresses[lanes], strict=True)]
+
+
+@runtime
+def set_mbarrier(g: Group, addresses: Any, counts: Any, mask: Mask) -> None:
+    """mbarrier.init with ``counts``, or mbarrier.inval if they are None."""
+    lanes, barriers = g.active_lanes(mask), get_state(g).mbarriers
+    with faults_at_line(g):
+        for lane, key in zip(lanes, _keys(g, addresses, lanes), strict=True):
+            if counts is None:
+                barriers.invalidate(key)
+            else:
+                barriers.initialise(key, int(counts[lane]))
+
+
+@runtime
+def count_bytes(g: Group, addresses: Any, sizes: Any, sign: int, mask: Mask) -> None:
+    """mbarrier.expect_tx (sign 1) and complete_tx (sign -1)."""
+    lanes, barriers = g.active_lanes(mask), get_state(g).mbarriers
+    with faults_at_line(g):
+        for lane, key in zip(lanes, _keys(g, addresses, lanes), strict=True):
+            barriers.expect(key, sign * int(sizes[lane]))
+
+
+@runtime
+def arrive_mbarrier(g: Group, addresses: Any, counts: Any, sizes: Any, drop: bool, mask: Mask) -> Any:
+    """mbarrier.arrive and arrive_drop, with a count, or with the bytes to expect; returns the phases before."""
+    lanes, state = g.active_lanes(mask), get_state(g)
+    tokens = np.zeros(g.lanes, np.uint64)
+    released: set[tuple[int, int]] = set()
+    with faults_at_line(g):
+        for lane, key in zip(lanes, _keys(g, addresses, lanes), strict=True):
+            if (lane // WARP, key[1]) not in released:
+                released.add((lane // WARP, key[1]))
+                state.order.arrive(int(lane), key[1])
+            count = 1 if counts is None else int(counts[lane])
+            size = 0 if sizes is None else int(sizes[lane])
+            tokens[lane] = state.mbarriers.arrive(key, count, expect_bytes=size, drop=drop)
+    return tokens
+
+
+@runtime
+def test_mbarrier(g: Group, addresses: Any, phases: Any, mask: Mask) -> Any:
+    """Whether the phase of each lane completed; a failing test makes the running block yield."""
+    lanes, state = g.active_lanes(mask), get_state(g)
+    result = np.zeros(g.lanes, np.bool_)
+    found: dict[tuple[Key, int], bool] = {}
+    seen: set[tuple[int, Key]] = set()
+    with faults_at_line(g):
+        for lane, key in zip(lanes, _keys(g, addresses, lanes), strict=True):
+            phase = int(phases[lane]) & 1
+            if (key, phase) not in found:
+                found[key, phase] = state.mbarriers.test(key, phase)
+            result[lane] = found[key, phase]
+            if result[lane] and (lane // WARP, key) not in seen:
+                seen.add((lane // WARP, key))
+                state.order.wait(int(lane), key[1])
+    if not all(found.values()):
+        g.spun = True
+    return result

@@ -1,0 +1,41 @@
+"""Operands of wgmma and tcgen05.mma in the shared memory of a group: bounds, values, and the chunks that are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmcompile.emulate.ptx.descriptors import ELEMENT_BITS, MatrixDescriptor, locate_elements, read_elements
+from mmcompile.emulate.ptx.group import Group
+
+Index = npt.NDArray[np.int64]
+
+CHUNK = 16
+"""Bytes that every canonical layout keeps together."""
+
+
+def find_operand(
+    g: Group, descriptor: MatrixDescriptor, rows: int, columns: int, element_type: str, transposed: bool
+) -> Index:
+    """Addresses [rows, columns] of an operand's elements. Raises EmulationFault: out of bounds, or illegal."""
+    places = locate_elements(descriptor, rows, columns, ELEMENT_BITS[element_type], transposed)
+    last = int(places.max()) + max(1, ELEMENT_BITS[element_type] // 8)
+    if last > g.shared_bytes:
+        raise g.fault(
+            "out of bounds", f"a matrix descriptor reaches {last} bytes of shared memory, there are {g.shared_bytes}"
+        )
+    return places
+
+
+def read_operand(g: Group, blocks: Index, places: Index, element_type: str) -> Any:
+    """Values [blocks, rows, columns] as the asynchronous proxy sees them."""
+    index = places[None] + (blocks * g.shared_stride)[:, None, None]
+    return read_elements(g.async_shared, index, element_type)
+
+
+def list_chunks(places: Index, element_type: str, transposed: bool) -> Index:
+    """First bytes of the 16-byte chunks that hold the elements at ``places`` [rows, columns]."""
+    step = CHUNK * 8 // ELEMENT_BITS[element_type]
+    return (places[::step] if transposed else places[:, ::step]).reshape(-1) // CHUNK * CHUNK
