@@ -57,13 +57,18 @@ def encode(weight: Tensor, *, rule: Rule | str = "modelopt") -> tuple[Tensor, Te
         raise ValueError(f"rule must be one of {get_args(Rule)}, got {rule!r}")
     if not weight.is_meta and not bool(weight.isfinite().all()):
         raise ValueError("cannot quantize a weight that holds NaN or infinity")
-    blocks = weight.float().unflatten(-1, (-1, BLOCK))
+    blocks = split_blocks(weight.float())
     scale = choose_scale(blocks.abs().amax(-1), rule)
     # Two exact steps: 2 ** (127 - scale) alone would not be a normal fp32 number for every scale.
     half = (SCALE_BIAS - scale.int()) // 2
     scaled = torch.ldexp(torch.ldexp(blocks, half[..., None]), (SCALE_BIAS - scale.int() - half)[..., None])
     values = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return values.flatten(-2), scale
+
+
+def split_blocks(x: Tensor) -> Tensor:
+    """View [..., k] as [..., k/32, 32]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
 
 
 def choose_scale(amax: Tensor, rule: Rule | str) -> Tensor:
@@ -84,7 +89,7 @@ def decode(values: Tensor, scale: Tensor) -> Tensor:
     Args:
         values: float8_e4m3fn [..., k]. scale: uint8 [..., k/32]; its code 255 gives NaN.
     """
-    blocks = values.float().unflatten(-1, (-1, BLOCK))
+    blocks = split_blocks(values.float())
     return (blocks * decode_scale(scale)[..., None]).flatten(-2)
 
 
@@ -120,7 +125,7 @@ def check_parts(values: Tensor, scale: Tensor, where: str) -> None:
         raise CheckpointError(f"MXFP8 scale is NaN (code {SCALE_NAN})", where=where, fix="export the checkpoint again")
     if bool(((values.view(torch.uint8) & 0x7F) == 0x7F).any()):
         raise CheckpointError("MXFP8 element is NaN", where=where, fix="export the checkpoint again")
-    amax = values.float().abs().unflatten(-1, (-1, BLOCK)).amax(-1)
+    amax = split_blocks(values.float().abs()).amax(-1)
     largest = float((amax * decode_scale(scale)).max()) if amax.numel() else 0.0
     if largest > LARGEST_WEIGHT:
         raise CheckpointError(

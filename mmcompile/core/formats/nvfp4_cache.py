@@ -95,7 +95,7 @@ def quantize_rows(x: Tensor, global_scale: float = 1.0) -> tuple[Tensor, Tensor]
     Returns: packed uint8 [..., d/2], scale float8_e4m3fn [..., d/16]. NaN and infinity in ``x`` are the caller's fault
     and give unspecified but finite bytes.
     """
-    groups = torch.nan_to_num(x.bfloat16().float()).unflatten(-1, (-1, nvfp4.BLOCK))
+    groups = _split(torch.nan_to_num(x.bfloat16().float()), nvfp4.BLOCK)
     factor = 1.0 / torch.tensor(global_scale, dtype=torch.float32, device=x.device)
     amax = groups.abs().amax(-1).clamp(min=SMALLEST_AMAX)
     raw = (factor * (amax / nvfp4.E2M1_MAX)).clamp(nvfp4.E4M3_SMALLEST, nvfp4.E4M3_MAX)
@@ -108,7 +108,7 @@ def quantize_rows(x: Tensor, global_scale: float = 1.0) -> tuple[Tensor, Tensor]
 
 def dequantize_rows(packed: Tensor, scale: Tensor, global_scale: float = 1.0) -> Tensor:
     """fp32 values [..., d] = e2m1 * scale * global_scale of packed uint8 [..., d/2] and scale e4m3 [..., d/16]."""
-    values = nvfp4.decode_e2m1(nvfp4.unpack_codes(packed)).unflatten(-1, (-1, nvfp4.BLOCK))
+    values = _split(nvfp4.decode_e2m1(nvfp4.unpack_codes(packed)), nvfp4.BLOCK)
     return (values * scale.float()[..., None]).flatten(-2) * global_scale
 
 
@@ -222,6 +222,11 @@ def change_layout(cache: Tensor, have: str, wanted: str) -> Tensor:
     return result
 
 
+def _split(x: Tensor, size: int) -> Tensor:
+    """View [..., n * size] as [..., n, size]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
 def _head_dim(cache: Tensor) -> int:
     """d of a cache whose rows are d/2 + d/16 bytes."""
     return cache.shape[-1] * nvfp4.BLOCK // (nvfp4.BLOCK // 2 + 1)
@@ -257,7 +262,7 @@ def _read_rows(runs: Tensor, page_size: int, quad: bool, global_scale: float) ->
     """Decode runs uint8 [pages, heads, page_size * row_bytes] to fp32 [pages * page_size, heads, d]."""
     groups = runs.shape[-1] // page_size // (nvfp4.BLOCK // 2 + 1)
     half = groups * nvfp4.BLOCK // 2
-    packed = runs[..., : page_size * half].unflatten(-1, (page_size, half))
+    packed = _split(runs[..., : page_size * half], half)
     places = locate_scales(torch.arange(page_size, device=runs.device), groups, quad)
     scale = runs[..., page_size * half :][..., places].view(torch.float8_e4m3fn)
     return dequantize_rows(packed, scale, global_scale).transpose(1, 2).flatten(0, 1)
