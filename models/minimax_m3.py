@@ -1,0 +1,371 @@
+"""MiniMax-M3 and M3.1-Flash, text decoder: plain PyTorch, stateless, weights named as in the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmcompile.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class MiniMaxM3Config:
+    """Dimensions of a decoder; all widths in elements.
+
+    ``sparse_attention_freq`` and ``moe_layer_freq`` hold one flag a layer: whether its attention is block-sparse and
+    whether its feed-forward part is a mixture of experts. ``index_topk_freq``, ``index_topk_pattern`` ("F" choose, "S"
+    share) and ``index_skip_topk_offset`` say which sparse layers share the blocks that an earlier one chose.
+    """
+
+    sparse_attention_freq: tuple[int, ...]
+    moe_layer_freq: tuple[int, ...]
+    vocab_size: int = 200064
+    hidden_size: int = 6144
+    dense_intermediate_size: int = 12288
+    intermediate_size: int = 3072
+    shared_intermediate_size: int = 3072
+    num_layers: int = 60
+    num_heads: int = 64
+    num_kv_heads: int = 4
+    head_dim: int = 128
+    rotary_dim: int = 64
+    rope_theta: float = 5e6
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 1048576
+    num_experts: int = 128
+    experts_per_token: int = 4
+    routed_scaling_factor: float = 2.0
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    index_heads: int = 4
+    index_head_dim: int = 128
+    block_size: int = 128
+    top_k_blocks: int = 16
+    local_blocks: int = 1
+    initial_blocks: int = 0
+    index_topk_freq: int = 1
+    index_topk_pattern: str = ""
+    index_skip_topk_offset: int = 0
+    eos_token_ids: tuple[int, ...] = (200020,)
+
+    def __post_init__(self) -> None:
+        for name in ("sparse_attention_freq", "moe_layer_freq"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise UsageError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers")
+        if self.rotary_dim > min(self.head_dim, self.index_head_dim) or self.rotary_dim % 2:
+            raise UsageError(
+                f"rotary_dim is {self.rotary_dim}, it must be even and at most head_dim {self.head_dim} and "
+                f"index_head_dim {self.index_head_dim}"
+            )
+        if self.num_heads % self.num_kv_heads or self.num_kv_heads % self.index_heads:
+            raise UsageError(
+                f"{self.num_heads} heads, {self.num_kv_heads} KV heads and {self.index_heads} index heads: "
+                "each must be a multiple of the next"
+            )
+        blocks = self.max_positions // self.block_size
+        if not max(1, self.local_blocks + self.initial_blocks) <= self.top_k_blocks <= blocks:
+            raise UsageError(
+                f"top_k_blocks is {self.top_k_blocks}, it must hold the {self.local_blocks} local and "
+                f"{self.initial_blocks} initial blocks and be at most {blocks}, the blocks of max_positions"
+            )
+        if not 0 < self.experts_per_token <= self.num_experts:
+            raise UsageError(f"experts_per_token is {self.experts_per_token} of {self.num_experts} experts")
+        sparse = sum(map(bool, self.sparse_attention_freq))
+        if self.index_topk_freq < 1 or len(self.index_topk_pattern) not in (0, sparse):
+            raise UsageError(
+                f"index_topk_freq is {self.index_topk_freq}, at least 1 is needed, and index_topk_pattern "
+                f"{self.index_topk_pattern!r}, empty or one letter for each of the {sparse} sparse layers is needed"
+            )
+
+    def chooses_blocks(self, layer: int) -> bool:
+        """True if a sparse layer runs its own indexer, False if it takes the blocks of the sparse layer before it."""
+        ordinal = sum(map(bool, self.sparse_attention_freq[:layer]))
+        if ordinal == 0:
+            return True
+        if self.index_topk_pattern:
+            return self.index_topk_pattern[ordinal] != "S"
+        return max(ordinal - self.index_skip_topk_offset, 0) % self.index_topk_freq == 0
+
+
+def slice_layers(config: MiniMaxM3Config, layers: int) -> MiniMaxM3Config:
+    """The first ``layers`` layers at the same dimensions. Raises UsageError if there are not as many."""
+    if not 0 < layers <= config.num_layers:
+        raise UsageError(f"a slice of {layers} layers was asked of a model with {config.num_layers}")
+    sparse = sum(map(bool, config.sparse_attention_freq[:layers]))
+    return replace(
+        config,
+        num_layers=layers,
+        sparse_attention_freq=config.sparse_attention_freq[:layers],
+        moe_layer_freq=config.moe_layer_freq[:layers],
+        index_topk_pattern=config.index_topk_pattern[:sparse],
+    )
+
+
+_MOE = (0,) * 3 + (1,) * 57
+_TINY = MiniMaxM3Config(
+    sparse_attention_freq=(0, 1, 1), moe_layer_freq=(0, 1, 1), vocab_size=512, hidden_size=64,
+    dense_intermediate_size=96, intermediate_size=32, shared_intermediate_size=32, num_layers=3, num_heads=4,
+    num_kv_heads=2, head_dim=16, rotary_dim=8, max_positions=1024, num_experts=8, experts_per_token=2, index_heads=2,
+    index_head_dim=16, block_size=16, top_k_blocks=3, eos_token_ids=(2,),
+)  # fmt: skip
+
+MODELS: dict[str, MiniMaxM3Config] = {
+    "minimax-m3": MiniMaxM3Config(sparse_attention_freq=_MOE, moe_layer_freq=_MOE),
+    "minimax-m3.1-flash": MiniMaxM3Config(sparse_attention_freq=(1,) * 60, moe_layer_freq=_MOE),
+    "minimax-m3-tiny": _TINY,
+    "minimax-m3.1-flash-tiny": replace(_TINY, sparse_attention_freq=(1, 1, 1)),
+}
+
+WEIGHTS_ADVICE = "name a directory with the checkpoint instead, or build with --weights random or none"
+
+
+def find_weights(name: str) -> Path | None:
+    """No installed package holds these weights."""
+    return None
+
+
+def build(config: MiniMaxM3Config) -> nn.Module:
+    """The decoder with freshly initialised weights (normal, deviation 0.02; norms and the router's bias at zero)."""
+    return MiniMaxM3ForCausalLM(config)
+
+
+class RMSNorm(nn.Module):
+    """Gemma's RMSNorm over the last dimension: fp32 throughout, times ``1 + weight``, rounded once."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight.float())).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE, NeoX halves, of the first r dimensions; x [tokens, heads, d], cos, sin [tokens, 1, r], halves repeated."""
+    turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turning.chunk(2, dim=-1)
+    return torch.cat([turning * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
+
+
+def swiglu_oai(gate: Tensor, up: Tensor, config: MiniMaxM3Config) -> Tensor:
+    """gpt-oss's activation ``(up + 1) * gate * sigmoid(alpha * gate)``, gate clamped from above, up on both sides."""
+    gate = gate.clamp(max=config.swiglu_limit)
+    up = up.clamp(min=-config.swiglu_limit, max=config.swiglu_limit)
+    return (up + 1.0) * (gate * torch.sigmoid(gate * config.swiglu_alpha))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens are: positions and blocks [tokens], the angles of RoPE [tokens, 1, r], and which keys (columns)
+    lie ahead of a query (row)."""
+
+    positions: Tensor
+    block: Tensor
+    cos: Tensor
+    sin: Tensor
+    future: Tensor
+
+
+def locate(positions: Tensor, frequencies: Tensor, block_size: int, dtype: torch.dtype) -> Places:
+    """Places of the tokens of one sequence, positions int [tokens]."""
+    angles = positions[:, None].float() * frequencies
+    angles = torch.cat([angles, angles], dim=-1)
+    key = torch.arange(positions.shape[0], device=positions.device)
+    future = key > positions[:, None]
+    cos, sin = angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
+    return Places(positions, key // block_size, cos, sin, future)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with per-head norms and partial RoPE, over one sequence."""
+
+    def __init__(self, config: MiniMaxM3Config) -> None:
+        super().__init__()
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, places: Places, blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [tokens, hidden] -> [tokens, hidden], and the blocks as they came."""
+        return self._attend(x, places, None), blocks
+
+    def _attend(self, x: Tensor, places: Places, seen: Tensor | None) -> Tensor:
+        """``seen``: boolean [heads, tokens, tokens], None for all earlier tokens."""
+        q, k, v = (p(x).view(x.shape[0], -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q), places.cos, places.sin), rotate(self.k_norm(k), places.cos, places.sin)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        mask = None if seen is None else seen[None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=seen is None, enable_gqa=True)
+        return self.o_proj(out[0].transpose(0, 1).reshape(x.shape[0], -1))
+
+
+class SparseAttention(Attention):
+    """Attention over the blocks of keys that an indexer chooses for every query, per KV group (arXiv 2606.13392)."""
+
+    def __init__(self, config: MiniMaxM3Config, chooses: bool) -> None:
+        super().__init__(config)
+        self.config, self.chooses = config, chooses
+        self.index_q_proj = nn.Linear(config.hidden_size, config.index_heads * config.index_head_dim, bias=False)
+        self.index_k_proj = nn.Linear(config.hidden_size, config.index_head_dim, bias=False)
+        self.index_q_norm = RMSNorm(config.index_head_dim, config.rms_norm_eps)
+        self.index_k_norm = RMSNorm(config.index_head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, places: Places, blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """As of Attention; ``blocks`` are those that an earlier layer chose, read where this layer shares them."""
+        if self.chooses or blocks is None:
+            blocks = self._choose(self._score(x, places), places)
+        return self._attend(x, places, self._see(blocks, places)), blocks
+
+    def _score(self, x: Tensor, places: Places) -> Tensor:
+        """Scores fp32 [tokens, index heads, blocks]: the largest product of the query with a key of the block."""
+        tokens = x.shape[0]
+        q = self.index_q_norm(self.index_q_proj(x).view(tokens, -1, self.config.index_head_dim))
+        k = self.index_k_norm(self.index_k_proj(x).view(tokens, 1, self.config.index_head_dim))
+        q, k = rotate(q, places.cos, places.sin), rotate(k, places.cos, places.sin)
+        scores = torch.matmul(q.float(), k[:, 0].float().t()).masked_fill(places.future[:, None], float("-inf"))
+        blocks = scores.new_full((tokens, self.config.index_heads, self._count_blocks(tokens)), float("-inf"))
+        return blocks.scatter_reduce(-1, places.block.expand_as(scores), scores, "amax")
+
+    def _count_blocks(self, tokens: int) -> int:
+        """All blocks that hold a token and some that hold none, so that there are always enough to choose from."""
+        return tokens // self.config.block_size + 1 + self.config.top_k_blocks
+
+    def _choose(self, scores: Tensor, places: Places) -> Tensor:
+        """Ids [tokens, index heads, top_k_blocks] of the chosen blocks, -1 where there are not as many."""
+        config = self.config
+        block = torch.arange(scores.shape[-1], device=scores.device)
+        own = (places.positions // config.block_size)[:, None]
+        forced = (block <= own) & ((block > own - config.local_blocks) | (block < config.initial_blocks))
+        scores = scores.masked_fill(forced[:, None], float("inf"))
+        best, ids = scores.topk(config.top_k_blocks, dim=-1)
+        return ids.masked_fill(best == float("-inf"), -1)
+
+    def _see(self, blocks: Tensor, places: Places) -> Tensor:
+        """Boolean [heads, tokens, tokens]: the key lies in a chosen block and not ahead of the query."""
+        last = self._count_blocks(places.block.shape[0]) - 1
+        chosen = torch.zeros(*blocks.shape[:2], last + 1, dtype=torch.bool, device=blocks.device)
+        chosen = chosen.scatter(-1, blocks.masked_fill(blocks < 0, last), True)
+        seen = chosen[..., places.block] & ~places.future[:, None]
+        return seen.transpose(0, 1).repeat_interleave(self.config.num_heads // self.config.index_heads, dim=0)
+
+
+class MLP(nn.Module):
+    """SwiGLU-OAI feed-forward."""
+
+    def __init__(self, config: MiniMaxM3Config, intermediate_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu_oai(self.gate_proj(x), self.up_proj(x), self.config))
+
+
+class Experts(nn.Module):
+    """The matrices of all experts of a layer."""
+
+    def __init__(self, config: MiniMaxM3Config) -> None:
+        super().__init__()
+        experts, hidden, width = config.num_experts, config.hidden_size, config.intermediate_size
+        self.config = config
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [tokens, hidden]; experts and weights [tokens, places]: every place is a row of its own, then summed."""
+        places = experts.shape[1]
+        chosen = experts.reshape(-1)
+        rows = x.repeat_interleave(places, dim=0).unsqueeze(-1)
+        gate, up = torch.bmm(self.gate_up_proj[chosen], rows).squeeze(-1).chunk(2, dim=-1)
+        hidden = swiglu_oai(gate, up, self.config).unsqueeze(-1)
+        rows = torch.bmm(self.down_proj[chosen], hidden).squeeze(-1) * weights.reshape(-1).unsqueeze(-1)
+        return rows.view(x.shape[0], places, -1).sum(dim=1).to(x.dtype)
+
+
+class MoE(nn.Module):
+    """Experts chosen by a sigmoid router, and a shared expert that every token passes."""
+
+    def __init__(self, config: MiniMaxM3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts))
+        self.experts = Experts(config)
+        self.shared_experts = MLP(config, config.shared_intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.sigmoid(self.gate(x.to(self.gate.weight.dtype)).float())
+        ranking = scores + self.e_score_correction_bias.float()
+        experts = torch.topk(ranking, self.config.experts_per_token, dim=-1).indices
+        weights = scores.gather(1, experts)
+        routed = self.experts(x, experts, weights / weights.sum(dim=-1, keepdim=True))
+        return routed * self.config.routed_scaling_factor + self.shared_experts(x)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each with a residual connection; their kinds are read from the config."""
+
+    def __init__(self, config: MiniMaxM3Config, index: int) -> None:
+        super().__init__()
+        sparse, experts = config.sparse_attention_freq[index], config.moe_layer_freq[index]
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SparseAttention(config, config.chooses_blocks(index)) if sparse else Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MoE(config) if experts else MLP(config, config.dense_intermediate_size)
+
+    def forward(self, x: Tensor, places: Places, blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        attended, blocks = self.self_attn(self.input_layernorm(x), places, blocks)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), blocks
+
+
+class MiniMaxM3Model(nn.Module):
+    """Embedding, layers and final norm."""
+
+    rotary: Tensor
+
+    def __init__(self, config: MiniMaxM3Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.block_size = config.block_size
+        pairs = torch.arange(0, config.rotary_dim, 2).float() / config.rotary_dim
+        self.register_buffer("rotary", 1.0 / config.rope_theta**pairs, persistent=False)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        places, blocks = locate(positions, self.rotary, self.block_size, x.dtype), None
+        for layer in self.layers:
+            x, blocks = layer(x, places, blocks)
+        return self.norm(x)
+
+
+class MiniMaxM3ForCausalLM(nn.Module):
+    """Decoder with a language-model head: input_ids, positions int [tokens] -> logits [tokens, vocab]."""
+
+    def __init__(self, config: MiniMaxM3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.model = MiniMaxM3Model(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        return self.lm_head(self.model(input_ids, positions))
