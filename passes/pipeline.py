@@ -70,6 +70,7 @@ def list_passes(kind: str = "decoder", quantization: str = "none", *, stored: bo
         *([] if scheme == "none" else [whole_graph("quantize", "passes.quant", scheme)]),
         whole_graph("fuse", "passes.fusion", "merge_linears"),
         *rule_folder("fuse", "passes.fusion"),
+        *([whole_graph("layout", layout, "quantize_activations")] if scheme == "nvfp4" else []),
         whole_graph("layout", layout, "fold_constants"),
         *([whole_graph("layout", layout, "append_sampler")] if decoder else []),
     ]

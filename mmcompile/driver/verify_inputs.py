@@ -168,6 +168,8 @@ def fill_operands(launch: Launch, views: Mapping[str, Tensor], case: Case, seed:
         known["query_start"] = torch.tensor([0, *case.new]).cumsum(0)
     if "packed" in views:
         known |= _make_nvfp4(views["packed"].shape, generator)
+    if "x_packed" in views:
+        known |= _make_nvfp4_activations(views["x_packed"].shape, generator)
     if op == "sample":
         known |= _make_sampling(len(views["logits"]), views["logits"].shape[1], generator)
     for name, view in views.items():
@@ -197,6 +199,12 @@ def _make_nvfp4(shape: torch.Size, generator: torch.Generator) -> dict[str, Tens
     packed, scale, multiplier = nvfp4.encode(weight)
     factors = 0.5 + torch.rand(shape[0], generator=generator)
     return {"packed": packed, "scale": scale, "global_scale": multiplier * factors}
+
+
+def _make_nvfp4_activations(shape: torch.Size, generator: torch.Generator) -> dict[str, Tensor]:
+    """Random activations encoded, every token on its own."""
+    parts = nvfp4.encode_rows(torch.randn(shape[0], 2 * shape[1], generator=generator))
+    return dict(zip(("x_packed", "x_scale", "x_global_scale"), parts, strict=True))
 
 
 def _make_sampling(batch: int, vocabulary: int, generator: torch.Generator) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""linear(x, w)  ->  linear_nvfp4(x, quantize(w))     NVFP4 weights, activations untouched (W4A16)."""
+"""linear(x, w)  ->  linear_nvfp4(x, quantize(w))     NVFP4 weights."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ class Options(BaseModel):
     """Options of the scheme.
 
     ``method``: how block scales are chosen (core.formats.nvfp4.encode). ``lm_head``: quantize the output projection
-    too. ``exclude``: shell patterns over parameter names that stay as they are.
+    too. ``exclude``: shell patterns over parameter names that stay as they are. ``activations``: "nvfp4" quantizes what
+    the layers read as well, each token on its own (W4A4; passes/layout/quantize_activations.py).
     """
 
     model_config = ConfigDict(extra="forbid")
     method: Literal["max6", "search"] = "max6"
     lm_head: bool = False
     exclude: tuple[str, ...] = ()
+    activations: Literal["bf16", "nvfp4"] = "bf16"
 
 
 def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:

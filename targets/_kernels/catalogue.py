@@ -9,6 +9,7 @@ from mmcompile.targets._kernels import (
     embedding,
     linear,
     linear_nvfp4,
+    linear_w4a4,
     norm,
     pointwise,
     qkv,
@@ -22,6 +23,7 @@ _TEMPLATES: tuple[KernelTemplate, ...] = (
     *norm.TEMPLATES,
     *linear.TEMPLATES,
     *linear_nvfp4.TEMPLATES,
+    *linear_w4a4.TEMPLATES,
     *two_step.NARROW,  # where two launches beat the fused one
     *qkv.TEMPLATES,
     *two_step.TEMPLATES,

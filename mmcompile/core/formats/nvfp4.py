@@ -145,6 +145,20 @@ def encode(
     return pack_codes(codes.flatten(-2)), scale.to(torch.float8_e4m3fn), to_multiplier(stored, convention)
 
 
+def encode_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize activations ``x`` [rows, k], each row as a tensor of its own with method "max6".
+
+    Returns: packed uint8 [rows, k/2], scale float8_e4m3fn [rows, k/16], multipliers fp32 [rows]. Steps and rounding
+    are those of ``encode`` with ModelOpt's convention. A NaN or infinity makes the row's multiplier NaN or infinite.
+    """
+    blocks = x.float().reshape(x.shape[0], -1, BLOCK)
+    block_amax = blocks.abs().amax(-1)
+    multiplier = _global_of(block_amax.amax(-1), "modelopt")
+    scale, step = _scale_blocks(block_amax, multiplier[:, None], E2M1_MAX, "modelopt")
+    codes = encode_e2m1((blocks / step[..., None]).nan_to_num(0.0))
+    return pack_codes(codes.flatten(-2)), scale.nan_to_num(E4M3_MAX).to(torch.float8_e4m3fn), multiplier
+
+
 def _check_encode_arguments(weight: Tensor, method: str, convention: str) -> None:
     if weight.ndim != 2 or weight.shape[1] % BLOCK:
         raise ValueError(f"NVFP4 needs a matrix, columns a multiple of {BLOCK}, got {tuple(weight.shape)}")

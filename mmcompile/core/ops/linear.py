@@ -33,7 +33,8 @@ def apply_epilogue(y: Tensor, bias: Tensor | None, residual: Tensor | None, acti
     return y if residual is None else y + residual
 
 
-def _out_width(rows: int, activation: str) -> int:
+def count_columns(rows: int, activation: str) -> int:
+    """Columns of the result of a linear layer with ``rows`` weight rows; ValueError for an unknown activation."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     return rows // 2 if activation == "swiglu" else rows
@@ -42,7 +43,7 @@ def _out_width(rows: int, activation: str) -> int:
 def _fake_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _out_width(weight.shape[0], activation)))
+    return x.new_empty((*x.shape[:-1], count_columns(weight.shape[0], activation)))
 
 
 @define_op(fake=_fake_linear, row_wise=True)
@@ -70,7 +71,7 @@ def _fake_linear_nvfp4(
     residual: Tensor | None = None,
     activation: str = "none",
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _out_width(packed.shape[0], activation)))
+    return x.new_empty((*x.shape[:-1], count_columns(packed.shape[0], activation)))
 
 
 @define_op(fake=_fake_linear_nvfp4, row_wise=True)
