@@ -29,6 +29,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -49,13 +50,14 @@ def open_huggingface(directory: Path) -> Checkpoint:
     quantization = config.get("quantization_config")
     if (directory / "hf_quant_config.json").exists():
         quantization = _read_json(directory / "hf_quant_config.json").get("quantization", quantization)
-    ordinary, packed = split_quantized(tensors, quantization, str(directory))
+    split = split_quantized(tensors, quantization, str(directory))
     template, special = _read_text_settings(directory)
     return Checkpoint(
         where=str(directory),
         config=config,
-        tensors=ordinary,
-        nvfp4=packed,
+        tensors=split.tensors,
+        nvfp4=split.nvfp4,
+        mxfp8=split.mxfp8,
         build_tokenizer=partial(_build_tokenizer, directory),
         chat_template=template,
         special_tokens=special,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmcompile.core.errors import CheckpointError, ToolchainError
-from mmcompile.core.formats import nvfp4
+from mmcompile.core.formats import mxfp8, nvfp4
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,6 +43,40 @@ class PackedLinear:
         rows, half = self.packed.shape
         return rows, half * 2
 
+    def load(self, where: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Read and check it (:func:`nvfp4.check_scales`); ``where`` names it in messages.
+
+        Returns: packed uint8 [n, k/2], scale float8_e4m3fn [n, k/16], global scale fp32 [1] or [n], a multiplier.
+        """
+        packed, scale = self.packed.read(), self.scale.read()
+        multiplier = nvfp4.to_multiplier(self.global_scale.read().reshape(-1), self.convention)
+        nvfp4.check_scales(packed, scale, multiplier, where)
+        return packed, scale, multiplier
+
+
+@dataclass(frozen=True)
+class ScaledLinear:
+    """The stored parts of one MXFP8 weight [n, k]: E4M3 values and E8M0 scales (uint8, or torch's float8_e8m0fnu)."""
+
+    values: LazyTensor
+    scale: LazyTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(n, k) of the weight that the parts encode."""
+        return self.values.shape
+
+    def load(self, where: str) -> tuple[Tensor, Tensor]:
+        """Read and check it (:func:`mxfp8.check_parts`); ``where`` names it in messages.
+
+        Returns: values float8_e4m3fn [n, k], scale uint8 [n, k/32].
+        """
+        values, scale = self.values.read(), self.scale.read()
+        if scale.dtype == torch.float8_e8m0fnu:
+            scale = scale.view(torch.uint8)
+        mxfp8.check_parts(values, scale, where)
+        return values, scale
+
 
 @dataclass
 class Checkpoint:
@@ -53,6 +87,7 @@ class Checkpoint:
         config: the fields of Hugging Face's config.json.
         tensors: every ordinary tensor by its Hugging Face name.
         nvfp4: every NVFP4 weight by module path (``model.layers.0.mlp.up_proj``); its parts are not in ``tensors``.
+        mxfp8: every MXFP8 weight likewise.
         chat_template: a Jinja template, or None.
         special_tokens: text by role: ``bos_token``, ``eos_token``, ...
         build_tokenizer: makes the tokenizer; raises CheckpointError if there is none.
@@ -63,6 +98,7 @@ class Checkpoint:
     tensors: Mapping[str, LazyTensor]
     build_tokenizer: Callable[[], Tokenizer]
     nvfp4: Mapping[str, PackedLinear] = field(default_factory=dict)
+    mxfp8: Mapping[str, ScaledLinear] = field(default_factory=dict)
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
@@ -100,11 +136,15 @@ class Checkpoint:
         if module not in self.nvfp4:
             raise CheckpointError(f"module {module!r} has no NVFP4 weight", where=self.where)
         parts = self.nvfp4[module]
-        packed, scale = parts.packed.read(), parts.scale.read()
-        stored = parts.global_scale.read()
-        multiplier = nvfp4.to_multiplier(stored.reshape(-1), parts.convention)
-        nvfp4.check_scales(packed, scale, multiplier, f"{module} in {parts.packed.where}")
+        packed, scale, multiplier = parts.load(f"{module} in {parts.packed.where}")
         return packed, scale, multiplier.expand(packed.shape[0]).contiguous()
+
+    def load_mxfp8(self, module: str) -> tuple[Tensor, Tensor]:
+        """Read one MXFP8 weight [n, k] and check it: values float8_e4m3fn [n, k], scale uint8 [n, k/32]."""
+        if module not in self.mxfp8:
+            raise CheckpointError(f"module {module!r} has no MXFP8 weight", where=self.where)
+        parts = self.mxfp8[module]
+        return parts.load(f"{module} in {parts.values.where}")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

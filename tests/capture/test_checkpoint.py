@@ -353,8 +353,8 @@ def ct_with(**weights):
         (changed(MODELOPT_CONFIG, quant_algo="FP8"), "'FP8' is not a supported"),
         (changed(MODELOPT_CONFIG, quant_algo="MIXED_PRECISION"), "'MIXED_PRECISION' is not a supported"),
         (
-            changed(MODELOPT_CONFIG, quant_algo="MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "MXFP8"}}),
-            "'MXFP8' is not a supported",
+            changed(MODELOPT_CONFIG, quant_algo="MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "FP8"}}),
+            "'FP8' is not a supported",
         ),
         (changed(MODELOPT_CONFIG, quantized_layers={"a": "NVFP4"}), "must map modules"),
         (changed(MODELOPT_CONFIG, group_size=32), "group_size 16"),
