@@ -44,7 +44,7 @@ class GrowingDetector(RaceDetector):
         own = np.arange(first, first + count)
         self.vectors[own, own] = 1
         for clocks in (self._published, self._fenced, self._seen):
-            for key, clock in list(clocks.items()):  # type: ignore[attr-defined]
+            for key, clock in list(clocks.items()):
                 clocks[key] = np.pad(clock, (0, count))  # type: ignore[index]
         return first
 

@@ -107,7 +107,8 @@ def read_elements(shared: Bytes, places: Index, element_type: str) -> Values:
         element_type: a key of ``ELEMENT_BITS``.
     """
     if element_type == "tf32":
-        return (shared.view(np.uint32)[places >> 2] & np.uint32(0xFFFFE000)).view(np.float32)
+        words: Values = shared.view(np.uint32)[places >> 2] & np.uint32(0xFFFFE000)
+        return words.view(np.float32)
     if element_type in ("f16", "bf16"):
         halves = shared.view(np.uint16)[places >> 1]
         return formats.decode_bf16(halves) if element_type == "bf16" else halves.view(np.float16).astype(np.float32)

@@ -70,7 +70,8 @@ class InFlightRegisters:
 
     def accumulator(self, register: int) -> Words:
         """The value that a pending wgmma adds to; without one, the register itself."""
-        return self._values.get(register, self._g.registers[register])
+        words: Words = self._values.get(register, self._g.registers[register])
+        return words
 
     def finish(self, accumulators: list[int], lanes: Lanes, results: list[Words]) -> None:
         """The oldest operation of ``lanes`` wrote its results [lanes].

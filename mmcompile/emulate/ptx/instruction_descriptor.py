@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NoReturn
 
 from mmcompile.emulate.faults import EmulationFault
 
@@ -115,7 +116,7 @@ class _Fields:
     def take(self, first: int, count: int) -> int:
         return self._bits >> first & ((1 << count) - 1)
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: str) -> NoReturn:
         raise EmulationFault("illegal", f"instruction descriptor 0x{self._bits:08x} {why}")
 
 

@@ -35,6 +35,11 @@ def read_operand(g: Group, blocks: Index, places: Index, element_type: str) -> A
     return read_elements(g.async_shared, index, element_type)
 
 
+def count_chunk_bytes(element_type: str) -> int:
+    """Bytes of a 16-byte chunk that hold elements: the rest is padding, which nobody needs to write."""
+    return {"e2m1 padded": 8, "e2m3 padded": 12, "e3m2 padded": 12}.get(element_type, CHUNK)
+
+
 def list_chunks(places: Index, element_type: str, transposed: bool) -> Index:
     """First bytes of the 16-byte chunks that hold the elements at ``places`` [rows, columns]."""
     step = CHUNK * 8 // ELEMENT_BITS[element_type]

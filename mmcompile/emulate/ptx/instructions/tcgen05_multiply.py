@@ -22,7 +22,7 @@ from mmcompile.emulate.ptx.instruction_descriptor import InstructionDescriptor, 
 from mmcompile.emulate.ptx.instructions.matrix import multiply
 from mmcompile.emulate.ptx.instructions.table import runtime
 from mmcompile.emulate.ptx.instructions.tcgen05_transfer import enqueue, find_cells, read_by_tensor_core
-from mmcompile.emulate.ptx.operands import find_operand, list_chunks, read_operand
+from mmcompile.emulate.ptx.operands import count_chunk_bytes, find_operand, list_chunks, read_operand
 from mmcompile.emulate.ptx.tensor_memory import LANES, locate_accumulator
 
 Mask = npt.NDArray[np.bool_] | None
@@ -114,7 +114,8 @@ def _read_shared(
     g: Group, agent: int, block: int, bits: int, rows: int, depth: int, element_type: str, transposed: bool
 ) -> Values:
     places = find_operand(g, parse_tcgen05_descriptor(bits), rows, depth, element_type, transposed)
-    read_by_tensor_core(g, agent, block, list_chunks(places, element_type, transposed))
+    size = count_chunk_bytes(element_type)
+    read_by_tensor_core(g, agent, block, list_chunks(places, element_type, transposed), size)
     values: Values = read_operand(g, np.array([block]), places, element_type)[0]
     return values
 

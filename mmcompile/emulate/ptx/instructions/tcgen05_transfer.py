@@ -14,7 +14,7 @@ from mmcompile.emulate.ptx.descriptors import parse_tcgen05_descriptor
 from mmcompile.emulate.ptx.faults_at import faults_at_line
 from mmcompile.emulate.ptx.group import Group
 from mmcompile.emulate.ptx.instructions.table import runtime
-from mmcompile.emulate.ptx.operands import find_operand, list_chunks
+from mmcompile.emulate.ptx.operands import CHUNK, find_operand, list_chunks
 from mmcompile.emulate.ptx.tensor_memory import EXCLUSIVE_COLUMNS, LANES, locate_access
 
 Lanes = npt.NDArray[np.bool_]
@@ -130,32 +130,38 @@ def load_tensor_memory(
     reduction: Reduction | None,
     mask: Mask,
 ) -> None:
-    """tcgen05.ld{.red}: in late mode the registers are valid, and the cells free, only after tcgen05.wait::ld."""
+    """tcgen05.ld{.red}: the registers are valid at once, the cells are read until tcgen05.wait::ld (late mode).
+
+    The PTX ISA wants tcgen05.wait::ld before the registers are used, but Triton 3.9 itself emits uses before it (ptxas
+    tracks the registers), so that only overwriting and freeing the cells too early is a fault.
+    """
     lanes, state = g.active(mask), get_state(g)
     g.active_warps(mask)
     if not lanes.any():
         return
-    memory = state.tensor_memory
-    if g.late:
-        access = _Access(g, addresses, shape, repeat, half, lanes)
-        memory.busy[access.blocks[:, None, None], access.rows, access.columns] = True
-        state.registers.begin(registers, lanes)
-
-    def perform(now: Lanes) -> None:
-        access = _Access(g, addresses, shape, repeat, half, now)
-        words = np.empty(access.rows.shape, np.uint32)
+    memory, access = state.tensor_memory, _Access(g, addresses, shape, repeat, half, lanes)
+    words = np.empty(access.rows.shape, np.uint32)
+    with faults_at_line(g):
         for number, block in enumerate(access.blocks):
             words[number] = memory.read(int(block), access.rows[number], access.columns[number])
+    state.order.access_tensor_memory(access.agents, access.cells, write=False)
+    results = np.zeros((len(registers), g.lanes // WARP, WARP), np.uint32)
+    results[: words.shape[-1], access.warps] = words.transpose(2, 0, 1)
+    flat = results.reshape(len(registers), g.lanes)
+    if reduction:
+        flat[-1] = reduction.apply(flat[:-1])
+    for register, values in zip(registers, flat, strict=True):
+        g.registers[register] = values if mask is None else np.where(lanes, values, g.registers[register])
+    if g.late:
+        memory.busy[access.blocks[:, None, None], access.rows, access.columns] = True
+
+    def finish(now: Lanes) -> None:
+        access = _Access(g, addresses, shape, repeat, half, now)
         memory.busy[access.blocks[:, None, None], access.rows, access.columns] = False
         state.order.access_tensor_memory(access.agents, access.cells, write=False)
-        results = np.zeros((len(registers), g.lanes // WARP, WARP), np.uint32)
-        results[: words.shape[-1], access.warps] = words.transpose(2, 0, 1)
-        flat = results.reshape(len(registers), g.lanes)
-        if reduction:
-            flat[-1] = reduction.apply(flat[:-1])
-        state.registers.finish(registers, now, list(flat))
 
-    state.tensor_loads.add(lanes, at_line(g, perform))
+    if g.late:
+        state.tensor_loads.add(lanes, at_line(g, finish))
 
 
 @runtime
@@ -234,12 +240,12 @@ def enqueue(g: Group, state: AsyncState, lane: int, perform: Any, key: tuple[int
         state.mbarriers.enqueue(block, run, key)
 
 
-def read_by_tensor_core(g: Group, agent: int, block: int, chunks: Index) -> None:
-    """The tensor core reads 16-byte chunks of shared memory: they must be known, and ordered."""
+def read_by_tensor_core(g: Group, agent: int, block: int, chunks: Index, size: int = CHUNK) -> None:
+    """The tensor core reads the first ``size`` bytes of chunks of shared memory: they must be known, and ordered."""
     index = chunks + block * g.shared_stride
-    known = g.shared_known[index] & g.shared_known[index + 15]
+    known = g.shared_known[index] & g.shared_known[index + size - 1]
     if not known.all():
         raise g.fault("uninitialised", f"the tensor core reads byte {int(chunks[~known][0])} of shared memory")
-    get_state(g).order.read_shared(agent, index, 16)
+    get_state(g).order.read_shared(agent, index, size)
 
 
