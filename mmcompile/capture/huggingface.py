@@ -7,36 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
 from mmcompile.capture.quantized import split_quantized
+from mmcompile.capture.shards import INDEX_NAME, SINGLE_NAME, open_file
 from mmcompile.capture.tensors import Checkpoint, LazyTensor, list_some, require_package
 from mmcompile.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def open_huggingface(directory: Path) -> Checkpoint:
@@ -85,7 +64,7 @@ def _open_shards(directory: Path) -> dict[str, LazyTensor]:
     if (directory / INDEX_NAME).exists():
         return _open_indexed(directory)
     if (directory / SINGLE_NAME).exists():
-        return _open_file(directory / SINGLE_NAME)
+        return open_file(directory / SINGLE_NAME)
     pickled = [path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern)]
     if pickled:
         raise CheckpointError(
@@ -110,35 +89,12 @@ def _open_indexed(directory: Path) -> dict[str, LazyTensor]:
             raise CheckpointError(f"shard {shard!r} lies outside the checkpoint", where=str(index))
         if not (directory / shard).exists():
             raise CheckpointError(f"shard {shard} is missing", where=str(directory), fix="finish the download")
-        found = _open_file(directory / shard)
+        found = open_file(directory / shard)
         if set(found) != names:
             wrong = list_some(set(found) ^ names)
             raise CheckpointError(f"index and shard disagree about {wrong}", where=str(directory / shard))
         tensors.update(found)
     return tensors
-
-
-def _open_file(path: Path) -> dict[str, LazyTensor]:
-    try:
-        handle = safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"not a complete safetensors file: {error}", where=str(path), fix="download it again"
-        ) from error
-    tensors = {}
-    for name in handle.keys():  # noqa: SIM118 - a safe_open handle is not iterable
-        header = handle.get_slice(name)
-        kind = header.get_dtype()
-        if kind not in DTYPES:
-            raise CheckpointError(f"tensor {name!r} has the unsupported dtype {kind}", where=str(path))
-        read = partial(_read_tensor, handle, name)
-        tensors[name] = LazyTensor(tuple(header.get_shape()), DTYPES[kind], str(path), read)
-    return tensors
-
-
-def _read_tensor(handle: Any, name: str) -> Tensor:
-    tensor: Tensor = handle.get_tensor(name)
-    return tensor
 
 
 def _read_text_settings(directory: Path) -> tuple[str | None, dict[str, str]]:
