@@ -58,7 +58,7 @@ class BlockBarriers:
 
     def _count(self, lanes: Lanes) -> npt.NDArray[np.int64]:
         """Number of set lanes in each block."""
-        return lanes.reshape(self.group.blocks, self.group.threads).sum(axis=1)
+        return np.asarray(lanes.reshape(self.group.blocks, self.group.threads).sum(axis=1))
 
     def _release(self, number: int, blocks: Lanes) -> None:
         """The barrier is complete in some blocks."""

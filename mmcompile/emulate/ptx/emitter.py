@@ -18,6 +18,7 @@ from mmcompile.emulate.ptx.data_types import HALVES, PACKED_FLOATS, WIDTH, eleme
 from mmcompile.emulate.ptx.dataflow import Flow
 from mmcompile.emulate.ptx.parser import Instruction, Operand
 from mmcompile.emulate.ptx.program import Program
+from mmcompile.emulate.ptx.register_file import RegisterFile, is_exact_view
 
 PARAMETER_WINDOW, LOCAL_WINDOW = 0x5A00_0000, 0x5B00_0000
 """Generic addresses of the kernel's parameters and of a thread's local memory."""
@@ -56,6 +57,8 @@ class Emitter:
         self.instruction = program.instructions[0]
         self._constants: dict[tuple[bytes, str], str] = {}
         self._count = 0
+        local, by_index = (flow.local, flow.by_index) if flow else (frozenset[int](), frozenset[int]())
+        self._file = RegisterFile(self.append, self.new_name, local, by_index)
         self._scalar_only: bool | None = None
 
     # ------------------------------------------------------------------ the block
@@ -65,8 +68,7 @@ class Emitter:
         self.instruction, self.mask = instruction, "m" if self.masked else None
         self._scalar_only, self.moved_from = None, ""
         if instruction.predicate is not None and instruction.op != "bra":
-            predicate = f"{'~' if instruction.negated else ''}R[{instruction.predicate.index}]"
-            self.append(f"q = {predicate}" + (" & m" if self.masked else ""))
+            self.append(f"q = {self.condition()}" + (" & m" if self.masked else ""))
             self.mask = "q"
         start = len(self.lines)
         checks = self.flow.list_checks(instruction) if self.flow else []
@@ -77,7 +79,7 @@ class Emitter:
         except (IndexError, KeyError, AttributeError, ValueError, TypeError) as error:
             self.refuse(f"operands not understood ({type(error).__name__}: {error})")
         if self.flow and not self.ended:
-            self.lines.extend(self.flow.follow(instruction, self.mask, self.moved_from))
+            self.lines.extend(self.flow.follow(instruction, self.mask, self.moved_from, self._file.read_raw))
         if any("g." in line for line in self.lines[start:]):
             self.lines.insert(start, f"g.line = {instruction.line}")
 
@@ -96,6 +98,12 @@ class Emitter:
     def append(self, line: str) -> None:
         """One line of Python."""
         self.lines.append(line)
+
+    def condition(self) -> str:
+        """The predicate of the instruction, negated if need be."""
+        assert self.instruction.predicate is not None
+        value = self._file.read_raw(self.instruction.predicate.index)
+        return f"~{value}" if self.instruction.negated else value
 
     def new_name(self) -> str:
         """A fresh local variable."""
@@ -130,8 +138,12 @@ class Emitter:
         self._scalar_only = False
         if operand.kind == "vector":
             return unpack(f"({self._join(operand, data_type)})", data_type)
+        if operand.kind == "register":
+            if not operand.width:
+                self.refuse("a predicate as a value")
+            return self._file.read(operand.index, operand.width, data_type)
         expression, width = self._raw(operand)
-        if width not in (0, WIDTH[data_type]):
+        if width != WIDTH[data_type]:
             expression = f"{expression}.astype({storage(data_type)})"
         return unpack(expression, data_type)
 
@@ -140,7 +152,7 @@ class Emitter:
         if operand.is_constant and data_type not in PACKED_FLOATS:
             value = self.source(operand, data_type)
             self._scalar_only = False
-            return f"g.full({value})"
+            return self._fill(value)
         return self.source(operand, data_type)
 
     def registers(self, operand: Operand, data_type: str = "b32") -> str:
@@ -170,18 +182,17 @@ class Emitter:
             return
         if operand.kind != "register":
             self.refuse(f"a {operand.kind} operand as destination")
-        value = expression
-        if data_type != "pred":
-            value = expression if packed else pack(expression, data_type)
-            width = WIDTH[data_type]
-            if width > operand.width:
-                self.refuse("the destination register is narrower than the type")
-            if width < operand.width:
-                value = self._widen(value, data_type, operand.width)
+        value, width = expression, WIDTH[data_type]
+        if width > operand.width or (data_type == "pred") != (operand.width == 0):
+            self.refuse("the type does not fit the destination register")
         if self._scalar_only:
-            value = f"g.full({value})"
-        masked = f"where({self.mask}, {value}, R[{operand.index}])" if self.mask else value
-        self.append(f"R[{operand.index}] = {masked}")
+            value = self._fill(value)
+        kept = not packed and width == operand.width and is_exact_view(data_type)
+        if data_type != "pred" and not kept:
+            value = value if packed else pack(value, data_type)
+            value = self._widen(value, data_type, operand.width) if width < operand.width else value
+        predicated = self.instruction.predicate is not None
+        self._file.write(operand.index, value, data_type if kept else "", self.mask, predicated)
 
     def put_all(self, operands: Sequence[Operand], call: str, data_type: str) -> None:
         """Assign the arrays that ``call`` returns (storage of the type) to the operands."""
@@ -192,6 +203,13 @@ class Emitter:
             self.put(operand, f"{name}[{number}]", data_type, packed=True)
 
     # ------------------------------------------------------------------ operands
+
+    def _fill(self, expression: str) -> str:
+        """A scalar in every lane; constants are kept by the group."""
+        if expression in self.names and isinstance(self.names[expression], np.ndarray):
+            value = self.names[expression]
+            return f"g.keep({(value.dtype.str, value.tobytes())!r}, {expression})"
+        return f"g.full({expression})"
 
     def _widen(self, value: str, data_type: str, width: int) -> str:
         """Sign-extend signed types, zero-extend others (PTX ISA, Operand Size Exceeding Instruction-Type Size)."""
@@ -212,10 +230,10 @@ class Emitter:
             return f"g.full(np.bool_({operand.value != 0}))"
         self._scalar_only = False
         if operand.kind == "not" and operand.base is not None:
-            return f"~R[{operand.base.index}]"
+            return f"~{self._file.read_raw(operand.base.index)}"
         if operand.kind != "register" or operand.width:
             self.refuse("a predicate is needed")
-        return f"R[{operand.index}]"
+        return self._file.read_raw(operand.index)
 
     def _literal(self, operand: Operand, data_type: str) -> str:
         kind = np.dtype(storage(data_type))
@@ -246,7 +264,7 @@ class Emitter:
     def _raw(self, operand: Operand) -> tuple[str, int]:
         """Storage expression of a full array, and its width in bytes (0: predicate)."""
         if operand.kind == "register":
-            return f"R[{operand.index}]", operand.width
+            return self._file.read_raw(operand.index), operand.width
         if operand.kind == "special":
             return f"g.special({operand.name!r})", operand.width
         if operand.kind == "shared":

@@ -34,6 +34,7 @@ class LaunchState:
             made on the device, by global address. global_addresses: of the module's variables. order: happens-before
             edges for the race check, None without it. late: asynchronous operations complete as late as they may.
             unchecked: sentences for the report. partly_unknown: some bytes of ``memory`` are not initialised.
+            undefined: registers whose definedness is followed.
     """
 
     program: Program
@@ -48,6 +49,7 @@ class LaunchState:
     late: bool = False
     unchecked: dict[str, None] = field(default_factory=dict)
     partly_unknown: bool = False
+    undefined: frozenset[int] = frozenset()
 
 
 class Group:
@@ -82,10 +84,12 @@ class Group:
         self.live = np.ones(self.lanes, np.bool_)
         self.everyone = np.ones(self.lanes, np.bool_)
         self.carry = np.zeros(self.lanes, np.uint64)
-        self.defined: dict[int, Array] = {}
+        nowhere = np.zeros(self.lanes, np.bool_)
+        self.defined: dict[int, Array] = {register: nowhere for register in launch.undefined}
         self.queues: dict[str, Any] = {}
         self.line, self.spun, self.executed = 0, False, 0
         self._special: dict[str, Array] = {}
+        self._kept: dict[tuple[str, bytes], Array] = {}
         self._views: dict[tuple[str, int, int], Array] = {}
         self._parameters: dict[tuple[int, int], Array] = {}
 
@@ -113,6 +117,13 @@ class Group:
     def full(self, value: Any) -> Array:
         """``value`` in every lane."""
         return np.full(self.lanes, value)
+
+    def keep(self, key: tuple[str, bytes], value: Array) -> Array:
+        """The constant ``value``, which ``key`` stands for, in every lane."""
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = np.full(self.lanes, value)
+        return found
 
     def active(self, mask: Mask) -> npt.NDArray[np.bool_]:
         """The mask as an array [lanes]; None means all lanes."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from mmcompile.emulate.faults import EmulationFault
 from mmcompile.emulate.launch import Argument, Dim3, Launch, Report, TensorMap, UnknownInstruction
+from mmcompile.emulate.ptx.dataflow import Flow
 from mmcompile.emulate.ptx.group import WARP, Group, LaunchState
 from mmcompile.emulate.ptx.program import Program, load_program
 from mmcompile.emulate.ptx.scheduler import Scheduler
@@ -24,9 +26,14 @@ _SPIN_LIMIT = 2000
 """Rounds of nothing but polling, for each resident group, after which a launch counts as deadlocked."""
 
 
+@lru_cache(32)
+def _list_unknown(assembly: str, entry: str) -> tuple[UnknownInstruction, ...]:
+    return tuple(list_refused(load_program(assembly, entry)))
+
+
 def list_unknown(assembly: str, entry: str) -> list[UnknownInstruction]:
     """Instructions of the kernel without semantics, by form, in the order of their first line."""
-    return list_refused(load_program(assembly, entry))
+    return list(_list_unknown(assembly, entry))
 
 
 def run(launch: Launch) -> Report:
@@ -34,7 +41,7 @@ def run(launch: Launch) -> Report:
     if launch.threads <= 0 or launch.threads % WARP:
         raise EmulationFault("illegal", f"{launch.threads} threads in a block, a multiple of {WARP} is needed")
     translator = load_translator(launch.assembly, launch.entry)
-    state = _prepare(launch, translator.program)
+    state = _prepare(launch, translator.program, translator.flow)
     together = max(1, _LANES_TOGETHER // launch.threads)
     if launch.schedule != "program" or launch.check_races:
         together = 1
@@ -99,7 +106,7 @@ class _Resident:
             self.state.order.drop_shared(scheduler.group)
 
 
-def _prepare(launch: Launch, program: Program) -> LaunchState:
+def _prepare(launch: Launch, program: Program, flow: Flow) -> LaunchState:
     """Parameters as bytes, module variables in global memory, the race check."""
     parameters, maps = _pack_parameters(program, launch.arguments)
     addresses = {
@@ -110,6 +117,7 @@ def _prepare(launch: Launch, program: Program) -> LaunchState:
     state = LaunchState(
         program, memory, launch.grid, launch.threads, launch.shared_bytes, parameters, maps, addresses, late=launch.late
     )
+    state.undefined = flow.tracked
     state.partly_unknown = bool((~memory.known[memory.owner > 0]).any())
     if launch.check_races:
         warps = len(launch.list_programs()) * (launch.threads // WARP)

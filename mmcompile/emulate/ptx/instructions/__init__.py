@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,7 @@ FILES = (
 def load_translations() -> dict[str, Translation]:
     """The translations of all files, by opcode."""
     for name in FILES:
-        if importlib.util.find_spec(f"{__name__}.{name}"):  # until all are there
-            importlib.import_module(f"{__name__}.{name}")
+        importlib.import_module(f"{__name__}.{name}")
     from mmcompile.emulate.ptx.instructions import table
 
     return table.TRANSLATIONS

@@ -37,8 +37,8 @@ def translate_atomic(emitter: Emitter, instruction: Instruction) -> None:
     emitter.append("g.spun = True")
     where = "shared" if space == "shared" else "global"
     call = (
-        f"perform_atomic(g, {operation!r}, {kind!r}, {where!r}, {emitter.address(operands[0])}, {values}, {replacement}, "
-        f"{emitter.mask}, {ordering!r})"
+        f"perform_atomic(g, {operation!r}, {kind!r}, {where!r}, {emitter.address(operands[0])}, {values}, "
+        f"{replacement}, {emitter.mask}, {ordering!r})"
     )
     if instruction.op == "red" or instruction.operands[0].kind == "sink":
         emitter.append(call)

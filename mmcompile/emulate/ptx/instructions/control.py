@@ -18,8 +18,7 @@ def translate_bra(emitter: Emitter, instruction: Instruction) -> None:
     if instruction.predicate is None:
         emitter.append(f"return {target}")
     else:
-        condition = f"{'~' if instruction.negated else ''}R[{instruction.predicate.index}]"
-        emitter.append(f"return ('branch', {condition}, {target})")
+        emitter.append(f"return ('branch', {emitter.condition()}, {target})")
 
 
 @translates("brx")

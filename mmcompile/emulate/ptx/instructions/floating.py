@@ -278,7 +278,7 @@ def fma_odd(a: Array, b: Array, c: Array) -> Array:
 @runtime
 def add_odd(a: Array, b: Array) -> Array:
     """a + b of f32 values as f64, rounded to odd."""
-    return fma_odd(a, np.float32(1), b)
+    return fma_odd(a, np.ones(1), b)
 
 
 @runtime

@@ -112,8 +112,8 @@ def multiply_high_64(a: Array, b: Array) -> Array:
     high = x1 * y1 + (middle >> shift) + (other >> shift)
     if a.dtype.kind == "i":
         high = high - np.where(a < 0, y, 0).astype(np.uint64) - np.where(b < 0, x, 0).astype(np.uint64)
-        return high.view(np.int64)
-    return high
+        return np.asarray(high.view(np.int64))
+    return np.asarray(high)
 
 
 def translate_divide(emitter: Emitter, instruction: Instruction) -> None:
@@ -209,7 +209,7 @@ def extract_field(values: Array, position: Array, length: Array) -> Array:
     return field
 
 
-def _low_bits(count: Array, kind: np.dtype[Any]) -> Array:
+def _low_bits(count: Array, kind: np.dtype[Any]) -> Any:
     """Numbers whose lowest ``count`` bits are set."""
     bits, one = 8 * kind.itemsize, kind.type(1)
     return np.where(count >= bits, ~kind.type(0), (one << np.minimum(count, bits - 1).astype(kind)) - one)
@@ -232,7 +232,7 @@ def insert_field(a: Array, b: Array, position: Array, length: Array) -> Array:
     size = np.minimum(np.asarray(length) & 255, bits).astype(np.int64)
     shift = np.minimum(start, bits - 1).astype(kind)
     mask = np.where(start < bits, _low_bits(size, kind) << shift, kind.type(0))
-    return ((a << shift) & mask) | (b & ~mask)
+    return np.asarray(((a << shift) & mask) | (b & ~mask))
 
 
 @translates("popc", "clz", "brev", "bfind")
@@ -264,7 +264,7 @@ def leading_zeros(values: Array) -> Array:
     for distance in (1, 2, 4, 8, 16, 32):
         if distance < bits:
             spread |= spread >> values.dtype.type(distance)
-    return np.uint32(bits) - np.bitwise_count(spread).astype(np.uint32)
+    return np.asarray(np.uint32(bits) - np.bitwise_count(spread).astype(np.uint32))
 
 
 @runtime
