@@ -57,7 +57,8 @@ def encode_bf16(values: Array) -> Halves:
     """fp32 to bf16 bits, to nearest even; every NaN becomes 0x7fff."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(values), np.uint16(0x7FFF), rounded.astype(np.uint16))
+    codes, nan = rounded.astype(np.uint16), np.isnan(values)
+    return np.where(nan, np.uint16(0x7FFF), codes) if nan.any() else codes
 
 
 def decode_f16(bits: Array) -> Floats:
@@ -69,7 +70,8 @@ def encode_f16(values: Array) -> Halves:
     """fp32 or fp64 to fp16 bits, to nearest even; every NaN becomes 0x7fff."""
     with np.errstate(over="ignore"):
         bits = np.asarray(values).astype(np.float16).view(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FFF), bits)
+    nan = np.isnan(values)
+    return np.where(nan, np.uint16(0x7FFF), bits) if np.any(nan) else bits
 
 
 def decode(name: str, codes: Array) -> Floats:
@@ -107,6 +109,21 @@ def fma32(a: Array, b: Array, c: Array) -> Floats:
     """
     product, addend = np.asarray(a, np.float64) * np.asarray(b, np.float64), np.asarray(c, np.float64)
     total = np.asarray(product + addend)
+    with np.errstate(over="ignore"):
+        result = total.astype(np.float32)
+    # Two roundings only differ from one where the first result lies in the middle between two fp32 numbers.
+    middle = (total.view(np.int64) & _LOWER_BITS) == _MIDDLE
+    if middle.any() or (np.abs(result) <= _SMALLEST_NORMAL).any():
+        return _round_once(product, addend, total)
+    return np.asarray(result)
+
+
+_LOWER_BITS, _MIDDLE = np.int64((1 << 29) - 1), np.int64(1 << 28)
+_SMALLEST_NORMAL = np.float32(2.0**-126)
+
+
+def _round_once(product: Array, addend: Array, total: Array) -> Floats:
+    """product + addend with its fp64 rounding ``total`` made odd, so that rounding to fp32 is correct."""
     back = total - product
     error = (product - (total - back)) + (addend - back)
     bits = total.view(np.int64)

@@ -91,18 +91,18 @@ class DeviceMemory:
         Raises EmulationFault: out of bounds (names the nearest buffer), misaligned, read-only, uninitialised.
         """
         index: Index = (addresses - np.uint64(BASE)).astype(np.int64)
-        inside = (index >= 0) & (index + size <= len(self.data))
-        safe = np.where(inside, index, 0)
-        first, last = self.owner[safe], self.owner[np.where(inside, index + size - 1, 0)]
-        good = inside & (first > 0) & (first == last)
-        if not good.all():
-            self._report_bounds(index, good, size, "write" if write else "read")
-        if size > 1 and (index & (size - 1)).any():
-            place = int(index[(index & (size - 1)) != 0][0])
-            raise EmulationFault("misaligned", f"global access of {size} bytes at {self.describe(place)}")
+        if not index.size:
+            return index
+        # Regions start at multiples of 256 bytes, so an aligned access is inside if its last byte is. All bits of all
+        # indices together tell whether they are aligned; negative ones have the sign bit.
+        bits, last = int(np.bitwise_or.reduce(index)), index + (size - 1)
+        owner = self.owner[last] if bits >= 0 and int(last.max()) < len(self.owner) else None
+        if bits & (size - 1) or owner is None or not owner.all():
+            self._report(index, size, "write" if write else "read")
+        assert owner is not None
         if write:
-            if not self._writable[first].all():
-                place = int(index[~self._writable[first]][0])
+            if not self._writable[owner].all():
+                place = int(index[~self._writable[owner]][0])
                 raise EmulationFault("read-only", f"write of {size} bytes to {self.describe(place)}, an input")
         elif self._partly_unknown:
             unknown = ~self.known[index] | ~self.known[index + size - 1]
@@ -138,8 +138,13 @@ class DeviceMemory:
         nearest = min(self.regions, key=lambda r: max(r.start - index, index - r.start - r.size + 1, 0))
         return f"byte {index - nearest.start} of buffer {nearest.name!r} ({nearest.size} bytes)"
 
-    def _report_bounds(self, index: Index, good: npt.NDArray[np.bool_], size: int, what: str) -> None:
-        wrong = index[~good]
-        raise EmulationFault(
-            "out of bounds", f"global {what} of {size} bytes at {self.describe(int(wrong[0]))}, {len(wrong)} lanes"
-        )
+    def _report(self, index: Index, size: int, what: str) -> None:
+        """Raise the fault of an access that is out of bounds or misaligned."""
+        inside = (index >= 0) & (index + size <= len(self.data))
+        first, last = (self.owner[np.where(inside, place, 0)] for place in (index, index + size - 1))
+        wrong = index[~(inside & (first > 0) & (first == last))]
+        if len(wrong):
+            where = self.describe(int(wrong[0]))
+            raise EmulationFault("out of bounds", f"global {what} of {size} bytes at {where}, {len(wrong)} lanes")
+        place = int(index[(index & (size - 1)) != 0][0])
+        raise EmulationFault("misaligned", f"global access of {size} bytes at {self.describe(place)}")
