@@ -45,5 +45,5 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
         linear.meta["source"] = source_of(node)
         node.replace_all_uses_with(linear)
         graph.erase_node(node)
-        result.matches.append(Match("quantize_activations", (node.name,), (linear.name,)))
+        result.matches.append(Match("quantize_activations", (node.name,), (linear.name,), source_of(node)))
     return result
