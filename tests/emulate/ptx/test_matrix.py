@@ -125,7 +125,7 @@ def test_mma_saturates_integers(run_ptx):
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ldmatrix_and_stmatrix(run_ptx, count, transposed):
-    """Row i of matrix j is 16 bytes at the address of lane 8 j + i; lane l holds elements 2 (l % 4), +1 of row l / 4."""
+    """Row i of matrix j is 16 bytes at the address of lane 8 j + i; lane l holds two elements of row l / 4."""
     matrices = RNG.integers(0, 65536, (count, 8, 8)).astype(np.uint16)
     order = RNG.permutation(8 * count)  # where each row lies
     image = np.zeros((32, 8), np.uint16)
