@@ -80,10 +80,22 @@ def verify(
         raise typer.Exit(VerificationError.exit_code)
 
 
+def _spell_kernel(names: str) -> str:
+    """One kernel of a chain on each line."""
+    return names.replace(" + ", "\n+ ")
+
+
+def _print_reasons(console: Console, reasons: list[tuple[str, str]]) -> None:
+    """What is wrong with which kernel, below the table."""
+    for name, reason in reasons:
+        if reason:
+            console.print(f"\n{name}\n  {reason}", markup=False, soft_wrap=True)
+
+
 def _print_records(console: Console, records: list[dict[str, Any]]) -> None:
     rows = [
         (
-            r["kernel"],
+            _spell_kernel(r["kernel"]),
             r["target"],
             r["op"],
             r["cases"],
@@ -91,12 +103,13 @@ def _print_records(console: Console, records: list[dict[str, Any]]) -> None:
             f"{r['relative_error']:.1e}",
             f"{r['bound']:.1e}",
             mark(r["verdict"] != "failed", r["verdict"]),
-            "; ".join(part for part in (", ".join(r["proofs"]), r["coverage"], r["reason"]) if part),
+            "; ".join(part for part in (", ".join(r["proofs"]), r["coverage"]) if part),
         )
         for r in records
     ]
     columns = ("kernel", "target", "operation", "cases", "max error", "relative", "bound", "verdict", "passed")
     console.print(make_table("Every file has the hash that the manifest records.", columns, rows, numbers=(3, 4, 5, 6)))
+    _print_reasons(console, [(f"{r['kernel']} ({r['target']})", r["reason"]) for r in records])
     verdicts = [r["verdict"] for r in records]
     console.print(f"\n{', '.join(f'{verdicts.count(v)} {v}' for v in ('ok', 'failed', 'skipped'))}")
 
@@ -106,7 +119,7 @@ def _print_emulations(console: Console, records: list[dict[str, Any]]) -> None:
     emulated = [(r, e) for r in records for e in r["emulations"]]
     rows = [
         (
-            r["kernel"],
+            _spell_kernel(r["kernel"]),
             e["architecture"],
             r["cases"],
             f"{e['instructions']:,}",
@@ -115,17 +128,18 @@ def _print_emulations(console: Console, records: list[dict[str, Any]]) -> None:
             f"{e['relative_error']:.1e}",
             f"{r['bound']:.1e}",
             mark(e["verdict"] != "failed", e["verdict"]),
-            "; ".join(part for part in (e["coverage"], e["reason"]) if part),
+            e["coverage"],
         )
         for r, e in emulated
     ]
     columns = (
         "kernel", "architecture", "cases", "instructions", "covered", "max error", "relative", "bound", "verdict",
-        "remarks",
+        "programs",
     )  # fmt: skip
     title = "Emitted assembly, executed in the emulators."
     console.print(make_table(title, columns, rows, numbers=(2, 3, 4, 5, 6, 7)))
     for sentence in dict.fromkeys(s for _, e in emulated for s in e["unchecked"]):
         console.print(f"Not checked: {sentence}")
+    _print_reasons(console, [(f"{r['kernel']} ({e['architecture']})", e["reason"]) for r, e in emulated])
     verdicts = [e["verdict"] for _, e in emulated]
     console.print(f"\n{', '.join(f'{verdicts.count(v)} {v}' for v in ('ok', 'failed'))}")

@@ -20,6 +20,9 @@ Kind = Literal[
 ]
 
 
+_LONGEST_TEXT = 100
+
+
 class EmulationFault(Exception):
     """A fault with its kind and the line of the assembly text.
 
@@ -36,5 +39,6 @@ class EmulationFault(Exception):
     @property
     def message(self) -> str:
         """Kind, sentence, and where."""
-        where = f" at line {self.line}: {self.text}" if self.line else ""
+        text = self.text if len(self.text) <= _LONGEST_TEXT else self.text[:_LONGEST_TEXT] + " ..."
+        where = f" at line {self.line}: {text}" if self.line else ""
         return f"{self.kind}: {self.what}{where}"
