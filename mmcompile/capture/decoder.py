@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmcompile.capture.checkpoint import Checkpoint, load_into, open_checkpoint
 from mmcompile.capture.experts import stack_experts
 from mmcompile.capture.export import Captured, capture_module, without_weights
 from mmcompile.capture.huggingface import holds_weights
+from mmcompile.capture.packed import PackedWeights, load_packed, name_parameter
 from mmcompile.capture.tensors import require_package
 from mmcompile.core.errors import CaptureError, CheckpointError
-from mmcompile.core.ops.linear import nvfp4_dequantize
 
 Weights = Literal["auto", "real", "random", "none"]
-Packed = dict[str, tuple[Tensor, Tensor, Tensor]]
 
 
 def capture_decoder(
@@ -63,7 +62,7 @@ def capture_decoder(
         source=f"{source}, weights {weights}" + (f" (seed {seed})" if weights == "random" else ""),
     )
     _name_positions(captured, position_name)
-    captured.nvfp4 = packed
+    captured.nvfp4, captured.mxfp8 = packed.nvfp4, packed.mxfp8
     captured.config = {"max_positions": max_positions, "dtype": str(dtype).removeprefix("torch.")}
     if checkpoint is not None:
         captured.chat_template = checkpoint.chat_template
@@ -73,14 +72,14 @@ def capture_decoder(
 
 def _build(
     build: Callable[[], nn.Module], dtype: torch.dtype, checkpoint: Checkpoint | None, weights: Weights, seed: int
-) -> tuple[nn.Module, Packed]:
+) -> tuple[nn.Module, PackedWeights]:
     if weights == "random":
         torch.manual_seed(seed)
         module = build()
-        return _cast_parameters(module, dtype), {}
+        return _cast_parameters(module, dtype), PackedWeights()
     with without_weights():
         module = _cast_parameters(build(), dtype)
-    return module, (load_weights(module, checkpoint) if checkpoint is not None else {})
+    return module, (load_weights(module, checkpoint) if checkpoint is not None else PackedWeights())
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -91,24 +90,18 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module.eval()
 
 
-def load_weights(module: nn.Module, checkpoint: Checkpoint) -> Packed:
-    """Give every parameter its tensor of the checkpoint, decoding NVFP4 weights; return those in packed form too."""
+def load_weights(module: nn.Module, checkpoint: Checkpoint) -> PackedWeights:
+    """Give every parameter its tensor of the checkpoint, decoding quantized ones; return those in packed form too."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     checkpoint = stack_experts(checkpoint, parameters)
-    packed = {name: checkpoint.load_nvfp4(name) for name in checkpoint.nvfp4}
-    unknown = sorted(name for name in packed if f"{name}.weight" not in parameters)
-    if unknown:
-        raise CheckpointError(
-            f"the model has no module {unknown[0]!r}",
-            where=checkpoint.where,
-            fix="check that config.json belongs to these weights",
-        )
-    ordinary = {n: p for n, p in parameters.items() if n.removesuffix(".weight") not in packed}
+    packed = load_packed(checkpoint, parameters)
+    quantized = {name_parameter(checkpoint, name): name for name in packed}
+    ordinary = {n: p for n, p in parameters.items() if n not in quantized}
     first: dict[int, str] = {}
     tied = {n: first[id(p)] for n, p in ordinary.items() if first.setdefault(id(p), n) != n}
     loaded = load_into(checkpoint, {n: (tuple(p.shape), p.dtype) for n, p in ordinary.items()}, tied)
-    for name, parts in packed.items():
-        loaded[f"{name}.weight"] = nvfp4_dequantize(*parts, parameters[f"{name}.weight"].dtype)
+    for name, stored in quantized.items():
+        loaded[name] = packed.decode(stored, parameters[name].dtype)
     shared = {id(t): nn.Parameter(t, requires_grad=False) for t in loaded.values()}
     for name, tensor in loaded.items():
         path, _, leaf = name.rpartition(".")

@@ -3,86 +3,170 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from mmcompile.capture.tensors import Checkpoint, LazyTensor
+from mmcompile.capture.tensors import Checkpoint, LazyTensor, PackedExperts, PackedLinear, ScaledLinear
 from mmcompile.core.errors import CheckpointError
+from mmcompile.core.formats import mxfp8
 
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+Matrix = LazyTensor | PackedLinear | ScaledLinear
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
 # Parameter of the module -> the matrices that it stacks, one below the other, in each spelling that checkpoints use.
 _PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
 _OLD_LAYER, _NEW_LAYER = ".block_sparse_moe.", ".mlp."
+_TEXT = "language_model."
+# Parts of a multimodal checkpoint beside its text decoder: vision, and drafts for speculative decoding.
+_OTHER_PARTS = re.compile(
+    r"(language_model\.)?(model\.)?(vision_tower|multi_modal_projector|patch_merge_mlp|mtp|dspark)\."
+)
 
 
 def stack_experts(checkpoint: Checkpoint, parameters: Container[str]) -> Checkpoint:
     """The checkpoint as a model with these parameters spells it.
 
     ``<layer>.experts.<i>.gate_proj`` and ``up_proj`` [n, k] become ``<layer>.experts.gate_up_proj`` [experts, 2n, k],
-    and ``down_proj`` likewise, where the model has such a parameter; Mixtral's ``block_sparse_moe`` becomes ``mlp``.
-    A tensor is read only when it is loaded. Raises CheckpointError if an expert is missing, differs in shape or is
-    stored in NVFP4.
+    and ``down_proj`` likewise, where the model has such a parameter; ``block_sparse_moe`` (Mixtral, MiniMax) becomes
+    ``mlp``. NVFP4 experts become a PackedExperts; MXFP8 experts are decoded to bf16, which holds them exactly. Of a
+    multimodal checkpoint (``language_model.*``) the text decoder remains. A tensor is read only when it is loaded.
+
+    Raises CheckpointError if an expert is missing, differs in shape, or is stored otherwise than the others.
     """
-    _refuse_nvfp4(checkpoint, parameters)
-    tensors = {_rename(name, parameters): lazy for name, lazy in checkpoint.tensors.items()}
-    for layer in sorted({match[1] for name in tensors if (match := _EXPERT.fullmatch(name))}):
+    spelled = _choose_parts(checkpoint, parameters)
+    kinds: tuple[Mapping[str, Matrix], ...] = (
+        {name.removesuffix(".weight"): lazy for name, lazy in spelled.tensors.items() if name.endswith(".weight")},
+        spelled.nvfp4,
+        spelled.mxfp8,
+    )
+    found = {name: matrix for kind in kinds for name, matrix in kind.items() if _names_expert(name, parameters)}
+    stacked: set[str] = set()
+    plain: dict[str, LazyTensor] = {}
+    packed: dict[str, PackedExperts] = {}
+    for layer, numbers in sorted(_number_experts(found).items()):
         for parameter, spellings in _PARTS.items():
-            if f"{layer}.{parameter}" in parameters:
-                names = _list_matrices(tensors, layer, spellings, checkpoint.where)
-                stacked = _stack([[tensors.pop(name) for name in expert] for expert in names], names)
-                tensors[f"{layer}.{parameter}"] = stacked
-    return replace(checkpoint, tensors=tensors)
+            name = f"{layer}.{parameter}"
+            if name in parameters:
+                names = _list_matrices(found, layer, numbers, spellings, checkpoint.where)
+                stack = _stack([[found[n] for n in expert] for expert in names], names)
+                stacked.update(chain(*names))
+                if isinstance(stack, PackedExperts):
+                    packed[name] = stack
+                else:
+                    plain[name] = stack
+    return replace(
+        checkpoint,
+        tensors={n: lazy for n, lazy in spelled.tensors.items() if n.removesuffix(".weight") not in stacked} | plain,
+        nvfp4={name: parts for name, parts in spelled.nvfp4.items() if name not in stacked},
+        mxfp8={name: parts for name, parts in spelled.mxfp8.items() if name not in stacked},
+        experts=packed,
+    )
 
 
-def _refuse_nvfp4(checkpoint: Checkpoint, parameters: Container[str]) -> None:
-    for module in checkpoint.nvfp4:
-        match = _EXPERT.fullmatch(f"{module.replace(_OLD_LAYER, _NEW_LAYER)}.weight")
-        if match and f"{match[1]}.down_proj" in parameters:
-            raise CheckpointError(
-                f"the expert {module!r} is stored in NVFP4, which is read for dense layers only",
-                where=checkpoint.where,
-                fix="use the unquantized checkpoint; --quant nvfp4 quantizes its dense layers",
-            )
+def _names_expert(module: str, parameters: Container[str]) -> bool:
+    """Whether ``module`` is a matrix of one expert, of a layer that the model holds stacked."""
+    match = _EXPERT.fullmatch(module)
+    return match is not None and f"{match[1]}.down_proj" in parameters
+
+
+def _choose_parts(checkpoint: Checkpoint, parameters: Container[str]) -> Checkpoint:
+    """The checkpoint with names as the model spells them, without the parts that are not the text decoder."""
+    kinds = (checkpoint.tensors, checkpoint.nvfp4, checkpoint.mxfp8)
+    multimodal = any(name.startswith(_TEXT) for kind in kinds for name in kind)
+
+    def keep(name: str) -> bool:
+        return not (multimodal and _OTHER_PARTS.match(name) and name not in parameters)
+
+    def rename(module: str) -> str:
+        return _rename(f"{module}.weight", parameters).removesuffix(".weight")
+
+    tensors = {_rename(name, parameters): lazy for name, lazy in checkpoint.tensors.items() if keep(name)}
+    packed = {rename(name): parts for name, parts in checkpoint.nvfp4.items() if keep(name)}
+    scaled = {rename(name): parts for name, parts in checkpoint.mxfp8.items() if keep(name)}
+    return replace(checkpoint, tensors=tensors, nvfp4=packed, mxfp8=scaled)
 
 
 def _rename(name: str, parameters: Container[str]) -> str:
-    """The name with Mixtral's old name of a layer replaced, if the model has what it then names."""
-    new = name.replace(_OLD_LAYER, _NEW_LAYER)
-    expert = _EXPERT.fullmatch(new)
-    return new if (f"{expert[1]}.down_proj" if expert else new) in parameters else name
+    """The name with the prefix of the text decoder and the old name of a layer replaced, if the model has that."""
+    moved = name.replace(_OLD_LAYER, _NEW_LAYER)
+    for new in (name, moved, name.removeprefix(_TEXT), moved.removeprefix(_TEXT)):
+        if new in parameters or _names_expert(new.removesuffix(".weight"), parameters):
+            return new
+    return name
+
+
+def _number_experts(modules: Iterable[str]) -> dict[str, set[int]]:
+    """Numbers of the experts by layer."""
+    numbers: dict[str, set[int]] = {}
+    for module in modules:
+        if match := _EXPERT.fullmatch(module):
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+    return numbers
 
 
 def _list_matrices(
-    tensors: dict[str, LazyTensor], layer: str, spellings: tuple[tuple[str, ...], ...], where: str
+    found: Mapping[str, Matrix], layer: str, numbers: set[int], spellings: tuple[tuple[str, ...], ...], where: str
 ) -> list[list[str]]:
     """Names of the matrices by expert. Raises CheckpointError if one is missing."""
-    numbers = {int(match[2]) for name in tensors if (match := _EXPERT.fullmatch(name)) and match[1] == layer}
-    stored = (s for s in spellings for part in s if f"{layer}.{min(numbers)}.{part}.weight" in tensors)
+    stored = (s for s in spellings for part in s if f"{layer}.{min(numbers)}.{part}" in found)
     parts = next(stored, spellings[0])
-    names = [[f"{layer}.{i}.{part}.weight" for part in parts] for i in range(len(numbers))]
-    missing = [name for expert in names for name in expert if name not in tensors]
+    names = [[f"{layer}.{i}.{part}" for part in parts] for i in range(len(numbers))]
+    missing = [name for expert in names for name in expert if name not in found]
     if missing:
-        raise CheckpointError(f"missing tensors: {missing[0]!r}", where=where, fix="finish the download")
+        raise CheckpointError(f"missing tensors: '{missing[0]}.weight'", where=where, fix="finish the download")
     return names
 
 
-def _stack(experts: list[list[LazyTensor]], names: list[list[str]]) -> LazyTensor:
-    """One tensor [experts, rows, columns] that stacks the matrices when it is read."""
+def _stack(experts: list[list[Matrix]], names: list[list[str]]) -> LazyTensor | PackedExperts:
+    """One weight [experts, rows, columns] that stacks the matrices when it is read."""
     first = experts[0][0]
+    where = _find_place(first)
     for name, part in zip(chain(*names), chain(*experts), strict=True):
+        if type(part) is not type(first):
+            what = f"{name} and {names[0][0]} are experts of one layer in different formats"
+            raise CheckpointError(what, where=_find_place(part), fix="export the checkpoint again")
         if part.shape != first.shape or len(part.shape) != 2:
-            what = f"tensors of the wrong shape: {name}: {list(part.shape)}, {names[0][0]}: {list(first.shape)}"
-            raise CheckpointError(what, where=part.where, fix="check that the shards belong to one checkpoint")
+            what = f"tensors of the wrong shape: {name}.weight: {list(part.shape)}, {names[0][0]}: {list(first.shape)}"
+            raise CheckpointError(what, where=_find_place(part), fix="check that the shards belong to one checkpoint")
+    if isinstance(first, PackedLinear):
+        return PackedExperts(
+            tuple(
+                tuple((name, part) for name, part in zip(n, e, strict=True) if isinstance(part, PackedLinear))
+                for n, e in zip(names, experts, strict=True)
+            )
+        )
+    dtype = first.dtype if isinstance(first, LazyTensor) else torch.bfloat16
+    rows, columns = first.shape
+    shape = (len(experts), rows * len(experts[0]), columns)
 
     def read() -> Tensor:
-        return torch.stack([torch.cat([part.read() for part in expert]) for expert in experts])
+        result = torch.empty(shape, dtype=dtype)
+        for i, (expert, paths) in enumerate(zip(experts, names, strict=True)):
+            for j, (part, path) in enumerate(zip(expert, paths, strict=True)):
+                result[i, j * rows : (j + 1) * rows] = _read_matrix(part, path)
+        return result
 
-    rows, columns = first.shape
-    return LazyTensor((len(experts), rows * len(experts[0]), columns), first.dtype, first.where, read)
+    return LazyTensor(shape, dtype, where, read)
+
+
+def _read_matrix(part: Matrix, path: str) -> Tensor:
+    """A plain matrix as stored, an MXFP8 one decoded to fp32."""
+    if isinstance(part, ScaledLinear):
+        return mxfp8.decode(*part.load(f"{path} in {part.values.where}"))
+    if isinstance(part, LazyTensor):
+        return part.read()
+    raise TypeError(f"{path} is {type(part).__name__}")
+
+
+def _find_place(part: Matrix) -> str:
+    """The file that a matrix lies in."""
+    if isinstance(part, LazyTensor):
+        return part.where
+    return part.packed.where if isinstance(part, PackedLinear) else part.values.where

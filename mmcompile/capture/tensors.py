@@ -78,6 +78,42 @@ class ScaledLinear:
         return values, scale
 
 
+@dataclass(frozen=True)
+class PackedExperts:
+    """The NVFP4 weights [experts, n, k] of a layer, in matrices.
+
+    ``experts``: for every expert the (module path, parts) of the matrices that lie one below the other: gate then up.
+    """
+
+    experts: tuple[tuple[tuple[str, PackedLinear], ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(experts, n, k) of the weight that the parts encode."""
+        matrices = [parts.shape for _, parts in self.experts[0]]
+        return len(self.experts), sum(rows for rows, _ in matrices), matrices[0][1]
+
+    def load(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Read and check every matrix, each straight to its place, so that memory holds the result and one matrix.
+
+        Returns: packed uint8 [experts, n, k/2], scale float8_e4m3fn [experts, n, k/16], global scale fp32 [experts, n],
+        a multiplier: gate and up keep their own, so that nothing is requantized
+        (:func:`nvfp4.share_global_scale` brings them to one).
+        """
+        count, rows, columns = self.shape
+        packed = torch.empty(count, rows, columns // 2, dtype=torch.uint8)
+        scale = torch.empty(count, rows, columns // nvfp4.BLOCK, dtype=torch.float8_e4m3fn)
+        multiplier = torch.empty(count, rows)
+        for i, matrices in enumerate(self.experts):
+            begin = 0
+            for module, parts in matrices:
+                place = slice(begin, begin + parts.shape[0])
+                loaded = parts.load(f"{module} in {parts.packed.where}")
+                packed[i, place], scale[i, place], multiplier[i, place] = loaded
+                begin = place.stop
+        return packed, scale, multiplier
+
+
 @dataclass
 class Checkpoint:
     """Named tensors of one model with its Hugging Face style configuration.
@@ -88,6 +124,8 @@ class Checkpoint:
         tensors: every ordinary tensor by its Hugging Face name.
         nvfp4: every NVFP4 weight by module path (``model.layers.0.mlp.up_proj``); its parts are not in ``tensors``.
         mxfp8: every MXFP8 weight likewise.
+        experts: every stack of NVFP4 experts by the name of the parameter that it is in the model, once they are
+            stacked (:func:`mmcompile.capture.experts.stack_experts`).
         chat_template: a Jinja template, or None.
         special_tokens: text by role: ``bos_token``, ``eos_token``, ...
         build_tokenizer: makes the tokenizer; raises CheckpointError if there is none.
@@ -99,6 +137,7 @@ class Checkpoint:
     build_tokenizer: Callable[[], Tokenizer]
     nvfp4: Mapping[str, PackedLinear] = field(default_factory=dict)
     mxfp8: Mapping[str, ScaledLinear] = field(default_factory=dict)
+    experts: Mapping[str, PackedExperts] = field(default_factory=dict)
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
