@@ -121,23 +121,18 @@ def _print_emulations(console: Console, records: list[dict[str, Any]]) -> None:
         (
             _spell_kernel(r["kernel"]),
             e["architecture"],
-            r["cases"],
             f"{e['instructions']:,}",
             f"{e['covered']:.0%}",
             f"{e['max_error']:.1e}",
             f"{e['relative_error']:.1e}",
-            f"{r['bound']:.1e}",
             mark(e["verdict"] != "failed", e["verdict"]),
             e["coverage"],
         )
         for r, e in emulated
     ]
-    columns = (
-        "kernel", "architecture", "cases", "instructions", "covered", "max error", "relative", "bound", "verdict",
-        "programs",
-    )  # fmt: skip
+    columns = ("kernel", "binary", "instructions", "covered", "max error", "relative", "verdict", "programs")
     title = "Emitted assembly, executed in the emulators."
-    console.print(make_table(title, columns, rows, numbers=(2, 3, 4, 5, 6, 7)))
+    console.print(make_table(title, columns, rows, numbers=(2, 3, 4, 5)))
     for sentence in dict.fromkeys(s for _, e in emulated for s in e["unchecked"]):
         console.print(f"Not checked: {sentence}")
     _print_reasons(console, [(f"{r['kernel']} ({e['architecture']})", e["reason"]) for r, e in emulated])
