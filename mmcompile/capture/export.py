@@ -37,7 +37,7 @@ class Captured:
         config: facts about the model: vocab_size, max_positions, eos_token_ids, ... (decoders only).
         tokenizer: bytes of a tokenizer.json, if known. chat_template: Jinja text, if known.
         nvfp4: module path -> (packed, scale, global scale) of the weights that the checkpoint stores in NVFP4, which
-            the graph holds decoded.
+            the graph holds decoded; a stack of experts by the name of its parameter. mxfp8: likewise (values, scale).
         source: where it was captured from.
     """
 
@@ -50,6 +50,7 @@ class Captured:
     tokenizer: bytes | None = None
     chat_template: str | None = None
     nvfp4: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    mxfp8: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 def capture_module(
