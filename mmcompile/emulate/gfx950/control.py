@@ -52,7 +52,7 @@ def build_call(i: Instruction) -> Decoded:
     read = None if name == "getpc" else read_scalar(operands[-1], 64)
 
     def step(w: Waves) -> None:
-        destination = None if read is None else read(w)
+        destination = None if read is None else read(w).copy()
         if target is not None:
             w.put_pair(target, np.full(len(w.waves), CODE + 8 * (w.index + 1), np.uint64))
         if destination is not None:

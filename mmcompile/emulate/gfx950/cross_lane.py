@@ -188,7 +188,7 @@ def build_write_lane(i: Instruction) -> Decoded:
         lanes = read_lane(w).astype(np.int64) & 63
         w.vector[index, w.waves, lanes] = read(w)
         unknown = w.scalar_unknown[w.rows, source.index] if source.kind == "scalar" else 0
-        w.vector_unknown[index, w.waves, lanes] = unknown
+        w.set_unknown(index, unknown, (w.waves, lanes))
 
     registers = [*source.list_registers(), *lane.list_registers()]
     return Decoded(step, registers, target.list_registers(), keeps_unknown=True, demands=lane.list_registers())
@@ -242,7 +242,8 @@ def build_permute(i: Instruction, backward: bool) -> Decoded:
         lanes = np.broadcast_to(lanes, w.active.shape)
         present = np.where(w.active, np.broadcast_to(values, w.active.shape), np.uint32(0))
         if backward:
-            return np.take_along_axis(present, lanes, axis=1)
+            taken: Array = np.take_along_axis(present, lanes, axis=1)
+            return taken
         result = np.zeros_like(present)
         rows, columns = np.nonzero(w.active)
         result[rows, lanes[rows, columns]] = present[rows, columns]

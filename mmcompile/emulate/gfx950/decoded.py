@@ -31,9 +31,9 @@ class Decoded:
         step: does it for the selected waves. reads, writes: identifiers of registers. taint: the undefined bits of the
             written registers, computed before ``step``; None if they are all defined afterwards. keeps_unknown: the
             step sets them itself. demands: registers that must be defined in the active lanes, e.g. addresses.
-        all_lanes: the execution mask is ignored. queue: of a load: "vm", "lgkm" or "smem". control: "", "branch", "barrier" or "end"; a branch's step sets
-            ``waves.jump`` to bool [selected], or to target instructions. target: label of a direct branch. index: place in
-            the kernel.
+        all_lanes: the execution mask is ignored. queue: of a load: "vm", "lgkm" or "smem".
+        control: "", "branch", "indirect", "barrier" or "endpgm"; a branch's step sets ``waves.jump`` to bool [selected],
+            an indirect one's to instructions. target: label of a direct branch. index: place in the kernel.
     """
 
     step: Step
@@ -93,13 +93,13 @@ def make_source(operand: Operand, kind: str) -> Source:
     if kind in "qsd":
         return _make_wide_source(operand, kind)
     low = read_unknown(operand)
-    registers = tuple(operand.list_registers(count=1))
+    own = tuple(operand.list_registers(count=1))
     if kind == "f":
-        return Source(read_float(operand), low, registers)
+        return Source(read_float(operand), low, own)
     bits = read_bits(operand)
     if kind == "i":
-        return Source(lambda w: bits(w).view(np.int32), low, registers)
-    return Source(bits, low, registers)
+        return Source(lambda w: bits(w).view(np.int32), low, own)
+    return Source(bits, low, own)
 
 
 def _make_wide_source(operand: Operand, kind: str) -> Source:
@@ -145,25 +145,5 @@ def apply_unknowns(w: Waves, writes: Sequence[int], unknowns: Unknowns) -> None:
     given = dict(unknowns)
     for register in writes:
         mask = given.get(register)
-        if register >= SCALAR:
-            w.scalar_unknown[w.rows, register - SCALAR] = 0 if mask is None else mask
-            left = bool(w.scalar_unknown[:, register - SCALAR].any())
-        else:
-            set_vector_unknown(w, register, mask)
-            left = bool(w.vector_unknown[register].any())
-        if left:
-            w.unknown.add(register)
-        else:
-            w.unknown.discard(register)
-
-
-def set_vector_unknown(w: Waves, register: int, mask: Array | None) -> None:
-    """Undefined bits of the active lanes of a vector register; None for none."""
-    new = _NONE if mask is None else mask
-    if w.full:
-        w.vector_unknown[register, w.rows] = new
-        return
-    target = w.vector_unknown[register, w.rows]
-    np.copyto(target, new, where=w.active)
-    if not w.whole:
-        w.vector_unknown[register, w.rows] = target
+        if mask is not None or register in w.unknown:
+            w.set_unknown(register, 0 if mask is None else mask)

@@ -33,7 +33,8 @@ def run_unknown(w: Waves, decoded: Decoded) -> None:
     if decoded.keeps_unknown:
         decoded.step(w)
         return
-    found = decoded.taint(w) if decoded.taint is not None else []
+    tainted = decoded.taint is not None and not w.unknown.isdisjoint(decoded.reads)
+    found = decoded.taint(w) if tainted and decoded.taint is not None else []
     for register, mask in found:
         if register in (SCALAR + EXEC, SCALAR + EXEC + 1) and np.any(mask):
             raise w.fault("uninitialised", "an undefined value decides which lanes are active")

@@ -85,15 +85,17 @@ class Half:
 
     def merge(self, values: Array, pick: Any) -> Array:
         """The register afterwards."""
-        loaded = (self.convert(values) & np.uint32(0xFFFF)) << np.uint32(self.shift)
-        return loaded | (self.old[pick] & np.uint32(0xFFFF0000 >> self.shift))
+        loaded: Array = (self.convert(values) & np.uint32(0xFFFF)) << np.uint32(self.shift)
+        kept: Array = self.old[pick] & np.uint32(0xFFFF0000 >> self.shift)
+        return loaded | kept
 
     def merge_unknown(self, unknown: Array, pick: Any) -> Array:
         """The undefined bits afterwards."""
-        loaded = (unknown & np.uint32(0xFFFF)) << np.uint32(self.shift)
+        loaded: Array = (unknown & np.uint32(0xFFFF)) << np.uint32(self.shift)
         if self.old_unknown is None:
             return loaded
-        return loaded | (self.old_unknown[pick] & np.uint32(0xFFFF0000 >> self.shift))
+        kept: Array = self.old_unknown[pick] & np.uint32(0xFFFF0000 >> self.shift)
+        return loaded | kept
 
 
 def load_lds(
@@ -234,7 +236,7 @@ def transpose_elements(values: Array, bits: int) -> Array:
         raw = np.stack([raw & 15, raw >> 4], axis=-1).reshape(len(raw), 16)
     elements = raw.view(np.uint16) if bits == 16 else raw
     rows = elements.shape[1]
-    columns = elements.reshape(-1, rows, 16).transpose(0, 2, 1).reshape(-1, rows)
+    columns: Array = elements.reshape(-1, rows, 16).transpose(0, 2, 1).reshape(-1, rows)
     if bits == 4:
         columns = columns[:, 0::2] | (columns[:, 1::2] << 4)
     return np.ascontiguousarray(columns).view(np.uint32)

@@ -70,7 +70,7 @@ def run(launch: Launch) -> Report:
         w = make_waves(launch, kernel, chosen, per_program, arguments)
         if launch.check_races:
             w.races = Races(w, shared, np.arange(w.count) + first * per_program)
-        scheduler = Scheduler(w, blocks, block_of, block_of[kernel.start], launch.schedule, launch.seed + first, report)
+        scheduler = Scheduler(w, (blocks, block_of), block_of[kernel.start], launch, report)
         with np.errstate(all="ignore"):
             scheduler.run()
     return report
@@ -91,8 +91,6 @@ def choose_group(launch: Launch, per_program: int, programs: int) -> int:
     """Programs that are resident at the same time."""
     if launch.schedule == "interleaved":
         return programs
-    if launch.schedule == "warp":
-        return 1
     return max(1, GROUP_WAVES // per_program)
 
 
@@ -146,7 +144,7 @@ def make_waves(
     thread = np.arange(LANES)[None, :] + LANES * (np.arange(count) % per_program)[:, None]
     w.vector[0] = thread
     w.vector_unknown[0] = 0
-    w.unknown.discard(0)
+    w.unknown_in[0] = False
     w.select(slice(None))
     return w
 
@@ -172,4 +170,4 @@ def set_scalar(w: Waves, index: int, value: Any) -> None:
     """Define a scalar register of all waves."""
     w.scalar[:, index] = value
     w.scalar_unknown[:, index] = 0
-    w.unknown.discard(SCALAR + index)
+    w.unknown_in[SCALAR + index] = False

@@ -149,9 +149,11 @@ def build_load(i: Instruction, name: str) -> Decoded | None:
     """global_load_*, flat_load_*, buffer_load_* into registers."""
     size, half_bit, sign = LOADS[name]
     access = parse_access(i, True, size)
-    if access is None or access[0] is None:
+    if access is None:
         return None
     data, compute, registers = access
+    if data is None:
+        return None
     first, count = data.index, max(size // 4, 1)
     targets, synchronising, flat = data.list_registers(), is_synchronising(i), i.op.startswith("flat_")
 
@@ -194,9 +196,11 @@ def build_store(i: Instruction, name: str) -> Decoded | None:
     """global_store_*, flat_store_*, buffer_store_*."""
     size, bit = STORES[name]
     access = parse_access(i, False, size)
-    if access is None or access[0] is None:
+    if access is None:
         return None
     data, compute, registers = access
+    if data is None:
+        return None
     first, count, synchronising = data.index, max(size // 4, 1), is_synchronising(i)
 
     def step(w: Waves) -> None:

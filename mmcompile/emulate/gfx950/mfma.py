@@ -153,7 +153,8 @@ def build_matrix(i: Instruction, shape: Shape, scaled: bool) -> Decoded | None:
     eight_bit = i.op.endswith("f8f6f4")
     accumulate = read_accumulator(c, shape.integer)
     places = find_places(shape.m, shape.blocks)
-    select = [x + 2 * y for x, y in zip(i.list_modifier("op_sel", (0, 0, 0)), i.list_modifier("op_sel_hi", (0, 0, 0)))]
+    low, high = i.list_modifier("op_sel", (0, 0, 0)), i.list_modifier("op_sel_hi", (0, 0, 0))
+    select = [x + 2 * y for x, y in zip(low, high, strict=True)]
     scale_readers = [read_bits(operand) for operand in scales]
 
     def read_matrix(w: Waves, operand: Operand, which: int) -> Array:
@@ -163,7 +164,7 @@ def build_matrix(i: Instruction, shape: Shape, scaled: bool) -> Decoded | None:
         matrix = arrange(unpack(read_words(w, operand), name), rows, shape.blocks, split)
         if not scaled:
             return matrix
-        codes = np.broadcast_to(scale_readers[which](w), (len(w.waves), 64)) >> np.uint32(8 * select[which])
+        codes = np.broadcast_to(scale_readers[which](w) >> np.uint32(8 * select[which]), (len(w.waves), 64))
         values = decode("ue8m0", codes & np.uint32(255)).astype(np.float64)
         factors = values.reshape(-1, 64 // rows, rows).transpose(0, 2, 1)
         return matrix * np.repeat(factors, 32, axis=2)[:, None]
@@ -189,17 +190,17 @@ def find_unknown(
 ) -> Unknowns:
     """An undefined value spoils its row (A) or column (B) of D."""
     a, b, c = operands
-    sides = []
+    sides: list[Array] = []
     for operand, rows in ((a, shape.m), (b, shape.n)):
         lanes = read_word_unknown(w, operand)
         if shape.blocks > 1:
             sides.append(lanes.reshape(-1, shape.blocks, rows))
         else:
             sides.append(lanes.reshape(-1, 64 // rows, rows).any(axis=1)[:, None])
-    spoiled = sides[0][:, places[0], places[1]] | sides[1][:, places[0], places[2]]
+    spoiled = np.asarray(sides[0][:, places[0], places[1]] | sides[1][:, places[0], places[2]])
     found: Unknowns = []
     for k in range(target.count):
-        mask = spoiled[:, k]
+        mask: Array = spoiled[:, k]
         if c.kind == "vector":
             mask = mask | (w.vector_unknown[c.index + k, w.rows] != 0)
         found.append((target.index + k, np.where(mask, ALL, np.uint32(0))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Callable
@@ -53,6 +54,7 @@ class Operand:
         return list(range(base, base + (self.count - first if count is None else count)))
 
 
+@functools.lru_cache(maxsize=4096)
 def parse_operand(text: str) -> Operand:
     """Decode one operand text. Raises EmulationFault("malformed assembly")."""
     inner = text
@@ -61,7 +63,12 @@ def parse_operand(text: str) -> Operand:
         if inner.startswith(prefix) and not re.match(r"^-[\d.]", inner):
             closing = {"-": 0, "|": 1}.get(prefix, 1)
             operand = parse_operand(inner[len(prefix) : len(inner) - closing])
-            return replace(operand, **{flag: True})
+            return replace(
+                operand,
+                negate=operand.negate or flag == "negate",
+                absolute=operand.absolute or flag == "absolute",
+                extend=operand.extend or flag == "extend",
+            )
     match = _REGISTER.match(text)
     if match:
         letter = match[1] or match[3]
@@ -150,7 +157,7 @@ def read_wide(operand: Operand) -> Reader:
     low, high = read_bits(operand), read_bits(operand, 1)
     if operand.count == 1:
         return lambda w: low(w).astype(np.uint64)
-    return lambda w: low(w).astype(np.uint64) | (high(w).astype(np.uint64) << np.uint64(32))
+    return lambda w: np.stack((low(w), high(w)), axis=-1).view(np.uint64)[..., 0]
 
 
 def read_mask(operand: Operand) -> Reader:

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from mmcompile.emulate.gfx950.decoder import Block
 from mmcompile.emulate.gfx950.execute import run_block
-from mmcompile.emulate.gfx950.state import EXEC, Rows, Waves
+from mmcompile.emulate.gfx950.state import Rows, Waves
 from mmcompile.emulate.gfx950.waits import finish_all
-from mmcompile.emulate.launch import Report
+from mmcompile.emulate.launch import Launch, Report
 
 RUNNING, WAITING, ENDED = 0, 1, 2
 POLLS = 200
@@ -31,17 +31,11 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        w: Waves,
-        blocks: list[Block],
-        block_of: dict[int, int],
-        start: int,
-        schedule: str,
-        seed: int,
-        report: Report,
+        self, w: Waves, code: tuple[list[Block], dict[int, int]], start: int, launch: Launch, report: Report
     ) -> None:
-        self.w, self.blocks, self.block_of, self.schedule, self.report = w, blocks, block_of, schedule, report
-        self.random = np.random.default_rng(seed)
+        self.w, self.report, self.schedule = w, report, launch.schedule
+        self.blocks, self.block_of = code
+        self.random = np.random.default_rng(launch.seed)
         self.state: npt.NDArray[np.int64] = np.zeros(w.count, np.int64)
         self.block: npt.NDArray[np.int64] = np.full(w.count, start, np.int64)
         self.barrier_line: npt.NDArray[np.int64] = np.zeros(w.count, np.int64)
@@ -79,8 +73,11 @@ class Scheduler:
         return self.narrow(running & (self.block == place))
 
     def choose_wave(self) -> Rows:
-        """One wave, at random."""
-        return self.narrow_to(int(self.random.choice(np.flatnonzero(self.state == RUNNING))))
+        """One wave of a program, at random; programs are independent, so those at the same place run along."""
+        running = self.state == RUNNING
+        wave = int(self.random.choice(np.flatnonzero(running)))
+        same = np.arange(self.w.count) % self.w.per_program == wave % self.w.per_program
+        return self.narrow(running & same & (self.block == self.block[wave]))
 
     def choose_mixed(self) -> Rows:
         """The waves of some programs that are at the place of a random wave."""
@@ -98,17 +95,13 @@ class Scheduler:
             return slice(None)
         return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
-    def narrow_to(self, wave: int) -> Rows:
-        """A single wave."""
-        return slice(wave, wave + 1)
-
     # ------------------------------------------------------------------ running
 
     def run_together(self, rows: Rows, budget: int) -> None:
         """Run the chosen waves while they stay together."""
         w = self.w
         w.select(rows)
-        place = int(self.block[w.waves[0]])
+        place = following = int(self.block[w.waves[0]])
         while budget > 0:
             if place < 0 or place >= len(self.blocks):
                 raise w.fault("malformed assembly", "execution runs past the end of the text")
@@ -117,9 +110,10 @@ class Scheduler:
             run_block(w, block)
             self.count(block, lanes)
             budget -= 1
-            following = self.advance(block)
-            if following is None:
+            advanced = self.advance(block)
+            if advanced is None:
                 return
+            following = advanced
             if self.schedule != "warp" and following <= place and (self.state == RUNNING).sum() > len(w.waves):
                 break
             place = following
@@ -215,8 +209,3 @@ class Scheduler:
         running = int((self.state == RUNNING).sum())
         waiting = int((self.state == WAITING).sum())
         raise self.w.fault("deadlock", f"{running} waves poll without any change to see, {waiting} wait at a barrier")
-
-
-def start_execution(w: Waves) -> None:
-    """All lanes active."""
-    w.scalar[:, EXEC : EXEC + 2] = 0xFFFFFFFF

@@ -66,9 +66,10 @@ class Waves:
 
     Attributes:
         vector: uint32 [512, waves, 64]. scalar: uint32 [waves, 130]. Bits set in ``vector_unknown`` and
-        ``scalar_unknown`` are undefined; ``unknown`` holds the registers in which any may be.
+        ``scalar_unknown`` are undefined; ``unknown_in`` [registers, waves] says where any is, ``unknown`` holds the
+        registers in which any is for the selected waves.
         pending: registers that an outstanding load may still write. rows: the selected waves; ``active`` [selected,
-        64] the lanes that write: their execution mask ``executing``, which DPP narrows; ``full`` if all of it is set. block: index of each wave's next block.
+        64] the lanes that write: their execution mask ``executing``, which DPP narrows; ``full`` if all of it is set.
     """
 
     def __init__(self, waves: int, per_program: int, memory: DeviceMemory, lds_bytes: int, scratch_bytes: int) -> None:
@@ -77,7 +78,8 @@ class Waves:
         self.vector_unknown: npt.NDArray[np.uint32] = np.full((512, waves, LANES), 0xFFFFFFFF, np.uint32)
         self.scalar: npt.NDArray[np.uint32] = np.zeros((waves, 130), np.uint32)
         self.scalar_unknown: npt.NDArray[np.uint32] = np.full((waves, 130), 0xFFFFFFFF, np.uint32)
-        self.unknown: set[int] = set(range(SCALAR + 130))
+        self.unknown_in: Mask = np.ones((SCALAR + 130, waves), np.bool_)
+        self.unknown: set[int] = set()
         self.pending: set[int] = set()
         self.load_line = [0] * (SCALAR + 130)
         self.vm, self.lgkm = Counter(SCALAR, waves), Counter(SCALAR, waves)
@@ -109,6 +111,8 @@ class Waves:
         self.rows = rows
         self.whole = isinstance(rows, slice)
         self.waves: npt.NDArray[np.int64] = self.everything[rows]
+        self.unknown.clear()
+        self.unknown.update(np.flatnonzero(self.unknown_in[:, rows].any(axis=1)).tolist())
         self.refresh()
 
     def refresh(self) -> None:
@@ -134,19 +138,18 @@ class Waves:
 
     def put_wide(self, register: int, values: Array) -> None:
         """Write 64-bit values to a pair of vector registers."""
-        bits = values.view(np.uint64) if values.dtype != np.uint64 else values
-        self.put(register, (bits & np.uint64(0xFFFFFFFF)).astype(np.uint32))
-        self.put(register + 1, (bits >> np.uint64(32)).astype(np.uint32))
+        words = np.ascontiguousarray(values).view(np.uint32)
+        self.put(register, words[:, 0::2])
+        self.put(register + 1, words[:, 1::2])
 
     def read_pair(self, index: int) -> Array:
-        """Scalar registers index, index + 1 as uint64 [waves]."""
-        pair = self.scalar[self.rows, index : index + 2]
-        return pair[:, 0].astype(np.uint64) | (pair[:, 1].astype(np.uint64) << np.uint64(32))
+        """Scalar registers index, index + 1 as uint64 [waves]; possibly a view."""
+        pair: Array = self.scalar[self.rows, index : index + 2].view(np.uint64)[:, 0]
+        return pair
 
     def put_pair(self, index: int, values: Array) -> None:
         """Write uint64 [waves] to a scalar pair."""
-        self.scalar[self.rows, index] = (values & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-        self.scalar[self.rows, index + 1] = (values >> np.uint64(32)).astype(np.uint32)
+        self.scalar[self.rows, index : index + 2] = np.ascontiguousarray(values).view(np.uint32).reshape(-1, 2)
 
     def read_lanes(self, index: int) -> Mask:
         """A scalar pair as lane mask, bool [waves, 64]."""
@@ -155,6 +158,35 @@ class Waves:
     def put_lanes(self, index: int, mask: Mask) -> None:
         """Write a lane mask, bool [waves, 64], to a scalar pair."""
         self.scalar[self.rows, index : index + 2] = pack_lanes(mask)
+
+    # ------------------------------------------------------------------ undefined bits
+
+    def set_unknown(self, register: int, mask: Array | int, lanes: tuple[Array, Array] | None = None) -> None:
+        """Undefined bits of a register: of the active lanes, or of the given waves and lanes; [waves] for a scalar."""
+        if register >= SCALAR:
+            self.scalar_unknown[self.rows, register - SCALAR] = mask
+            left = self.scalar_unknown[self.rows, register - SCALAR] != 0
+        elif lanes is not None:
+            self.vector_unknown[register, lanes[0], lanes[1]] = mask
+            left = self.vector_unknown[register, self.rows].any(axis=1)
+        else:
+            if self.full:
+                self.vector_unknown[register, self.rows] = mask
+            else:
+                target = self.vector_unknown[register, self.rows]
+                np.copyto(target, np.asarray(mask, np.uint32), where=self.active)
+                if not self.whole:
+                    self.vector_unknown[register, self.rows] = target
+            if isinstance(mask, int) and mask == 0 and self.full:
+                self.unknown_in[register, self.rows] = False
+                self.unknown.discard(register)
+                return
+            left = self.vector_unknown[register, self.rows].any(axis=1)
+        self.unknown_in[register, self.rows] = left
+        if left.any():
+            self.unknown.add(register)
+        else:
+            self.unknown.discard(register)
 
     # ------------------------------------------------------------------ faults
 

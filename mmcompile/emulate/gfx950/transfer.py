@@ -32,9 +32,11 @@ def gather(data: Array, index: Array, size: int) -> Array:
 
 def _gather_small(data: Array, index: Array, size: int) -> Array:
     if size == 1:
-        return data[index]
+        single: Array = data[index]
+        return single
     if (index & 1).any():
-        return data[index].astype(np.uint16) | (data[index + 1].astype(np.uint16) << np.uint16(8))
+        joined: Array = data[index].astype(np.uint16) | (data[index + 1].astype(np.uint16) << np.uint16(8))
+        return joined
     values: Array = data.view(np.uint16)[index >> 1]
     return values
 
@@ -97,10 +99,10 @@ def mark_unknown(w: Waves, registers: Sequence[int], masks: Array | None, lanes:
     """Undefined bits, uint32 [lanes, count] or None for none, of registers that a load has written."""
     if masks is None and w.unknown.isdisjoint(registers):
         return
+    if masks is None and lanes is None:
+        for register in registers:
+            w.set_unknown(register, 0)
+        return
     where = list_lanes(w) if lanes is None else lanes
     for i, register in enumerate(registers):
-        w.vector_unknown[register, where[0], where[1]] = 0 if masks is None else masks[:, i]
-        if w.vector_unknown[register].any():
-            w.unknown.add(register)
-        else:
-            w.unknown.discard(register)
+        w.set_unknown(register, 0 if masks is None else masks[:, i], where)

@@ -104,7 +104,8 @@ def permute_bytes(a: Array, b: Array, selector: Array, *, constants: bool = True
     signs = np.take_along_axis(raw, np.array([1, 3, 5, 7])[np.clip(choice.astype(np.int64) - 8, 0, 3)], axis=-1)
     special = np.where(choice < 12, np.where(signs & 0x80, 0xFF, 0), np.where(choice == 12, 0, 0xFF))
     result = np.where(choice < 8, picked, special if constants else 0).astype(np.uint8)
-    return result.view(np.uint32)[..., 0]
+    words: Array = result.view(np.uint32)[..., 0]
+    return words
 
 
 def _bfe_u(a: Array, offset: Array, width: Array) -> Array:
@@ -365,7 +366,7 @@ def build_moves(i: Instruction, selected: bool) -> Decoded:
     """v_mov_b64, and v_pk_mov_b32, whose op_sel takes the low or high dword of each source."""
     target, *sources = (parse_operand(text) for text in i.operands)
     if selected:
-        picks = list(zip(sources, (i.list_modifier("op_sel", (0, 0))[0], i.list_modifier("op_sel", (0, 0))[1])))
+        picks = list(zip(sources, i.list_modifier("op_sel", (0, 0))[:2], strict=True))
     else:
         picks = [(sources[0], 0), (sources[0], 1)]
     reads = [read_bits(operand, part if operand.count > 1 or not selected else 0) for operand, part in picks]

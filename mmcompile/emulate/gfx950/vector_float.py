@@ -31,16 +31,16 @@ def _flush(x: Array) -> Array:
 
 
 def _by_double(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    return lambda a: function(a.astype(np.float64)).astype(np.float32)
+    return lambda a: np.asarray(function(a.astype(np.float64)), np.float32)
 
 
 def _exponent(x: Array) -> Array:
     return ((x.view(np.uint32) >> np.uint32(23)) & np.uint32(255)).astype(np.int32)
 
 
-def _ldexp(x: Array, n: Array) -> Array:
+def _ldexp(x: Array, n: Any) -> Array:
     values = np.ldexp(x.astype(np.float64), np.clip(n, -2000, 2000))
-    return values.astype(np.float32)
+    return np.asarray(values, np.float32)
 
 
 def div_scale(first: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
@@ -91,11 +91,12 @@ def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     ]  # fmt: skip
     choices = [numerator, denominator, F(np.nan) * sign, np.inf * sign, F(0) * sign, F(0) * sign, np.inf * sign]
     shape = np.broadcast_shapes(quotient.shape, denominator.shape, numerator.shape)
-    return np.select(
+    fixed = np.select(
         [np.broadcast_to(c, shape) for c in conditions],
         [np.broadcast_to(c, shape) for c in choices],
         np.broadcast_to(np.abs(quotient) * sign, shape),
-    ).astype(np.float32)
+    )
+    return np.asarray(fixed, np.float32)
 
 
 def _median(a: Array, b: Array, c: Array) -> Array:
