@@ -125,7 +125,7 @@ class EmulatorRunner:
 
     Buffers have no guards: the emulator itself faults at the first byte outside of them. Elements that still hold
     their poison count as never written, but for single bytes, whose every value is possible. The runs alternate
-    between the earliest and the latest legal completion of asynchronous operations.
+    between the latest and the earliest legal completion of asynchronous operations.
     """
 
     proof = "emulator"
@@ -162,7 +162,7 @@ class EmulatorRunner:
             values.append(memory.register(empty, f"{name} scratch", known=False) if size else 0)
         launch = Launch(
             assembly.text, binary.symbol, grid, binary.num_warps * binary.warp_size, binary.shared, values, memory,
-            programs, late=self._runs % 2 == 1, check_races=True, seed=self._runs,
+            programs, late=self._runs % 2 == 0, check_races=True, seed=self._runs,
         )  # fmt: skip
         self._runs += 1
         try:
