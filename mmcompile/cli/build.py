@@ -23,6 +23,8 @@ mmcompile build path/to/hf-checkpoint --target sm90 --max-context 8192 --cache-d
 
 mmcompile build model.gguf --target cpu --require qk_norm_rope_insert --verify -o out
 
+mmcompile build model.onnx --target cpu --fix batch=1 -o out
+
 mmcompile build examples/tiny_mlp.py:factory --target cpu,sm100 -o out
 """
 
@@ -34,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
 def build(
     model: Annotated[
-        str, typer.Argument(help="A name (mmcompile models), HF directory or config.json, .gguf, or file.py:factory.")
+        str, typer.Argument(help="A name (mmcompile models), HF directory or config.json, .gguf, .onnx, file.py:factory.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to create.")],
     target: Annotated[
@@ -70,6 +72,9 @@ def build(
     seed: Annotated[int, typer.Option(help="Of random weights and verification.")] = 0,
     attention: Annotated[str, typer.Option(help="transformers' spelling to capture: sdpa or eager.")] = "sdpa",
     workers: Annotated[int | None, typer.Option(help="Compiler processes [dim](default: one per core)[/dim].")] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(help="Fix a dimension or input of an ONNX model; repeat.", metavar="NAME=VALUE")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact that is there.")] = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -84,7 +89,7 @@ def build(
     options = BuildOptions(
         targets=tuple(dict.fromkeys(_split(target))),
         quantization=quant,
-        quantization_options=dict(_parse_option(text) for text in quant_option or ()),
+        quantization_options=dict(_parse_option(text, "--quant-option") for text in quant_option or ()),
         dtype=dtype,
         cache_dtype=cache_dtype,
         page_size=page_size,
@@ -101,6 +106,7 @@ def build(
         seed=seed,
         attention=attention,
         workers=workers,
+        fixed=dict(_parse_option(text, "--fix") for text in fix or ()),
     )
     with show_progress(silent=as_json) as watch:
         path = run_build(model, out, options, force=force, progress=watch)
@@ -111,13 +117,14 @@ def _split(values: Any) -> list[str]:
     return [name for value in values for name in value.split(",") if name]
 
 
-def _parse_option(text: str) -> tuple[str, Any]:
+def _parse_option(text: str, option: str) -> tuple[str, Any]:
     """ "lm_head=true" -> ("lm_head", True): a JSON value, or else a string."""
     from mmcompile.core.errors import UsageError
 
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise UsageError(f"--quant-option {text!r} is not KEY=VALUE", fix="write e.g. --quant-option lm_head=true")
+        example = "--fix batch=1" if option == "--fix" else "--quant-option lm_head=true"
+        raise UsageError(f"{option} {text!r} is not KEY=VALUE", fix=f"write e.g. {example}")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:

@@ -13,6 +13,7 @@ from mmcompile.capture.checkpoint import open_checkpoint
 from mmcompile.capture.decoder import capture_decoder, capture_gguf, capture_huggingface
 from mmcompile.capture.export import Captured
 from mmcompile.capture.module import capture_file
+from mmcompile.capture.tensors import require_package
 from mmcompile.core.discover import list_names, load_module
 from mmcompile.core.errors import CheckpointError, UsageError, unknown_name
 from mmcompile.driver.options import BuildOptions
@@ -27,7 +28,8 @@ def list_models() -> dict[str, ModuleType]:
 def open_door(model: str, options: BuildOptions) -> Captured:
     """Capture ``model``.
 
-    A name in models/; ``file.py:factory``; a ``.gguf`` file; a Hugging Face directory or its config.json.
+    A name in models/; ``file.py:factory``; a ``.gguf`` file; an ``.onnx`` file; a Hugging Face directory or its
+    config.json.
     Raises UsageError with the closest name if it is none of these.
     """
     dtype = getattr(torch, options.dtype)
@@ -38,12 +40,18 @@ def open_door(model: str, options: BuildOptions) -> Captured:
     path = Path(model)
     if ".py:" in model:
         return capture_file(model, seed=options.seed)
+    if path.suffix == ".onnx":
+        require_package("onnx", "onnx")
+        from mmcompile.capture.onnx.door import capture_onnx
+
+        return capture_onnx(path, fixed=options.fixed)
     if path.suffix == ".gguf" and path.is_file():
         return capture_gguf(path, attention=options.attention, **rest)
     if path.is_dir() or (path.is_file() and path.name.endswith(".json")):
         return capture_huggingface(path, attention=options.attention, **rest)
     unknown = unknown_name("model", model, named)
-    raise UsageError(unknown.what, fix=f"{unknown.fix}, or name a directory, a .gguf file or file.py:factory")
+    kinds = "a directory, a .gguf file, an .onnx file or file.py:factory"
+    raise UsageError(unknown.what, fix=f"{unknown.fix}, or name {kinds}")
 
 
 def _capture_named(name: str, module: ModuleType, options: BuildOptions) -> Captured:

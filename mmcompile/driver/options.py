@@ -28,6 +28,7 @@ class BuildOptions:
         verify: compare every pass numerically with the graph before it. seed: of random weights and verification.
         score: add a phase that gives the logits of every token (for perplexity).
         attention: "sdpa" or "eager", the spelling of transformers to capture. workers: compiler processes.
+        fixed: dimensions and inputs of an ONNX model that become constants.
     """
 
     targets: tuple[str, ...] = ("cpu",)
@@ -49,6 +50,7 @@ class BuildOptions:
     score: bool = False
     attention: str = "sdpa"
     workers: int | None = None
+    fixed: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.targets:
