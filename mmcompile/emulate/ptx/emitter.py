@@ -7,6 +7,7 @@ undefined (see ``dataflow``). Arrays in ``R`` are never changed in place.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -23,6 +24,7 @@ from mmcompile.emulate.ptx.register_file import RegisterFile, is_exact_view
 PARAMETER_WINDOW, LOCAL_WINDOW = 0x5A00_0000, 0x5B00_0000
 """Generic addresses of the kernel's parameters and of a thread's local memory."""
 
+_USES_GROUP = re.compile(r"\bg\b")
 Block = Callable[[Any, list[Any], Any], Any]
 
 
@@ -80,7 +82,7 @@ class Emitter:
             self.refuse(f"operands not understood ({type(error).__name__}: {error})")
         if self.flow and not self.ended:
             self.lines.extend(self.flow.follow(instruction, self.mask, self.moved_from, self._file.read_raw))
-        if any("g." in line for line in self.lines[start:]):
+        if any(_USES_GROUP.search(line) for line in self.lines[start:]):
             self.lines.insert(start, f"g.line = {instruction.line}")
 
     def compile(self, name: str, following: int) -> Block:

@@ -246,23 +246,27 @@ class Group:
         if self.order:
             self.order.read_shared(self, index, size, lanes)
 
-    def note_shared_write(self, index: Index, size: int, lanes: Index | None) -> None:
-        """``lanes`` write bytes [index, index + size) of ``shared``."""
+    def note_shared_write(self, index: Index, size: int, lanes: Index | None, values: Bytes | None = None) -> None:
+        """``lanes`` are about to write bytes [index, index + size) of ``shared``.
+
+        Args:
+            values: the bytes [lanes, size], for the race check: writing what is there already is no race.
+        """
+        if self.order:
+            self.order.write_shared(self, index, size, lanes, values)
         if size in (1, 2, 4, 8):
             self.view_known(size, 1)[index // size] = 0x0101010101010101 & ((1 << 8 * size) - 1)
         else:
             self.shared_known[index[:, None] + np.arange(size)] = True
-        if self.order:
-            self.order.write_shared(self, index, size, lanes)
 
     def note_global_read(self, index: Index, size: int, lanes: Index | None) -> None:
         """``lanes`` read bytes [index, index + size) of ``memory.data``."""
         if self.order:
             self.order.read_global(self, index, size, lanes)
 
-    def note_global_write(self, index: Index, size: int, lanes: Index | None) -> None:
-        """``lanes`` write bytes [index, index + size) of ``memory.data``: known from here on."""
+    def note_global_write(self, index: Index, size: int, lanes: Index | None, values: Bytes | None = None) -> None:
+        """``lanes`` are about to write bytes [index, index + size) of ``memory.data``: known from here on."""
+        if self.order:
+            self.order.write_global(self, index, size, lanes, values)
         if self.launch.partly_unknown:
             self.memory.known[index[:, None] + np.arange(size)] = True
-        if self.order:
-            self.order.write_global(self, index, size, lanes)

@@ -214,7 +214,7 @@ def parse_module(text: str) -> Module:
         raise EmulationFault("unknown instruction", "clusters of several blocks are not modelled")
     module = Module(text)
     outside = _parse_functions(module, clean)
-    for match in re.finditer(r"^\s*(?:\.(?:visible|extern|weak)\s+)*\.(shared|global|const)\s+([^;]*);", outside, re.M):
+    for match in re.finditer(r"(?:^|(?<=;))\s*(?:\.(?:visible|extern|weak)\s+)*\.(shared|global|const)\s+([^;]*);", outside, re.M):
         if match[1] == "shared":
             module.add_shared(match[2])
         else:

@@ -27,8 +27,6 @@ def list_reads(instruction: Instruction) -> list[int]:
     """Registers that an instruction reads, its predicate among them."""
     found = [instruction.predicate.index] if instruction.predicate else []
     sources = instruction.operands[count_results(instruction) :]
-    if instruction.op == "wgmma":
-        sources = instruction.operands
     if instruction.op == "ld" and instruction.space == "param":
         found += _list_slots(instruction, instruction.operands[1], len(instruction.operands[0].elements()))
     return found + [index for operand in sources for index in list_registers(operand)]
@@ -38,14 +36,16 @@ def list_writes(instruction: Instruction) -> list[int]:
     """Registers that an instruction writes (under its predicate)."""
     if instruction.op == "st" and instruction.space == "param":
         return _list_slots(instruction, instruction.operands[0], len(instruction.operands[1].elements()))
-    count = 1 if instruction.op == "wgmma" and instruction.operands else count_results(instruction)
-    return [index for operand in instruction.operands[:count] for index in list_registers(operand)]
+    results = instruction.operands[: count_results(instruction)]
+    return [index for operand in results for index in list_registers(operand)]
 
 
 def count_results(instruction: Instruction) -> int:
     """Number of operands at the front that are written."""
-    if instruction.op in WITHOUT_RESULT or instruction.op == "wgmma" or not instruction.operands:
+    if instruction.op in WITHOUT_RESULT or not instruction.operands:
         return 0
+    if instruction.op == "wgmma":  # the accumulators, which it reads only if its scale-d is not zero
+        return int(instruction.modifiers[0] == "mma_async")
     if instruction.op == "tcgen05":
         if instruction.modifiers[0] != "ld":
             return 0

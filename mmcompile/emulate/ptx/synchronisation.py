@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mmcompile.emulate.ptx.group import Group
 
 Index = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
 _GLOBAL_SLOTS = 8
 
 
@@ -46,17 +47,33 @@ class Order:
         """Plain reads of shared memory."""
         self._shared(self.detector.read, group, index, size, lanes)
 
-    def write_shared(self, group: Group, index: Index, size: int, lanes: Index | None) -> None:
-        """Plain writes of shared memory."""
-        self._shared(self.detector.write, group, index, size, lanes)
+    def write_shared(
+        self, group: Group, index: Index, size: int, lanes: Index | None, values: Bytes | None = None
+    ) -> None:
+        """Plain writes of shared memory; of those with ``values`` [lanes, size] the ones that change nothing are left
+        out: several warps may write the same."""
+        agents = group.agents if lanes is None else group.agents[lanes]
+        places, writers = _spread(index, size), np.repeat(agents, size)
+        if values is not None:
+            kept = _find_changes(places, values.reshape(-1), group.shared, group.shared_known)
+            places, writers = places[kept], writers[kept]
+        self._run(self.detector.write, self.shared_shadows[id(group)], group, writers, places)
 
     def read_global(self, group: Group, index: Index, size: int, lanes: Index | None) -> None:
         """Plain reads of global memory."""
         self._global(self.detector.read, group, index, size, lanes)
 
-    def write_global(self, group: Group, index: Index, size: int, lanes: Index | None) -> None:
-        """Plain writes of global memory."""
-        self._global(self.detector.write, group, index, size, lanes)
+    def write_global(
+        self, group: Group, index: Index, size: int, lanes: Index | None, values: Bytes | None = None
+    ) -> None:
+        """Plain writes of global memory, like those of shared memory."""
+        agents = group.agents if lanes is None else group.agents[lanes]
+        places, writers = _spread(index, size), np.repeat(agents, size)
+        if values is not None:
+            kept = _find_changes(places, values.reshape(-1), self.memory.data, self.memory.known)
+            places, writers = places[kept], writers[kept]
+        _, shadowed = self.memory.find_shadow(places)
+        self._run(self.detector.write, self.global_shadow, group, writers, shadowed)
 
     def load_ordered(
         self, group: Group, space: str, index: Index, size: int, lanes: Index | None, ordering: str
@@ -135,8 +152,25 @@ class Order:
             self._check(check, self.global_shadow, group, agents[writable], places, size)
 
     def _check(self, check: Any, shadow: Shadow, group: Group, agents: Index, places: Index, size: int) -> None:
-        every = (places[:, None] + np.arange(size)).ravel()
+        self._run(check, shadow, group, np.repeat(agents, size), _spread(places, size))
+
+    def _run(self, check: Any, shadow: Shadow, group: Group, agents: Index, places: Index) -> None:
         try:
-            check(shadow, np.repeat(agents, size), every, group.line)
+            check(shadow, agents, places, group.line)
         except EmulationFault as fault:
             raise group.fault(fault.kind, fault.what) from None
+
+
+def _spread(index: Index, size: int) -> Index:
+    """Every byte of accesses of ``size`` bytes."""
+    places: Index = (index[:, None] + np.arange(size)).ravel()
+    return places
+
+
+def _find_changes(places: Index, values: Bytes, memory: Bytes, known: npt.NDArray[np.bool_]) -> Index:
+    """Positions of the writes to be checked: not those of a value that is there, or that an earlier one writes."""
+    different = np.flatnonzero((memory[places] != values) | ~known[places])
+    _, first, inverse = np.unique(places[different], return_index=True, return_inverse=True)
+    kept = values[different] != values[different][first][inverse]
+    kept[first] = True
+    return different[kept]

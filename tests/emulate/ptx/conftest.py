@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import pytest
 from mmcompile.emulate.launch import Launch
 from mmcompile.emulate.memory import DeviceMemory
 from mmcompile.emulate.run import run_kernel
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 HEAD = """.version 9.0
 .target {target}

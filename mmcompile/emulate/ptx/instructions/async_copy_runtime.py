@@ -35,7 +35,7 @@ def copy_small(g: Group, destinations: Any, sources: Any, size: int, given: Any,
         if given is None or (given[lanes] == size).all():
             origin = g.global_index(sources[lanes], size, lanes, write=False)
             g.note_global_read(origin, size, lanes)
-            g.note_shared_write(target, size, lanes)
+            g.note_shared_write(target, size, lanes, g.memory.read(origin, size) if g.order else None)
             g.view_shared(width, count)[target // size] = g.view_global(width, count)[origin // size]
             return
         values = np.zeros((len(lanes), size), np.uint8)
@@ -45,7 +45,7 @@ def copy_small(g: Group, destinations: Any, sources: Any, size: int, given: Any,
             if part:
                 chosen = np.flatnonzero(given[lanes] == part)
                 values[chosen, :part] = _read_bytes(g, sources[lanes[chosen]], int(part), lanes[chosen])
-        g.note_shared_write(target, size, lanes)
+        g.note_shared_write(target, size, lanes, values)
         g.shared[target[:, None] + np.arange(size)] = values
 
     get_state(g).copies.add(g.active(mask), at_line(g, perform))

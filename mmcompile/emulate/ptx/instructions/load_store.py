@@ -116,6 +116,12 @@ def _store(view: Array, index: Index, size: int, values: list[Array], lanes: Ind
         view[place] = np.stack([value.view(kind) for value in values], 1)
 
 
+def _as_bytes(values: list[Array], lanes: Index | None) -> npt.NDArray[np.uint8]:
+    """The bytes [lanes, size] that are stored."""
+    rows = np.stack([value if lanes is None else value[lanes] for value in values], 1)
+    return np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
+
+
 def _select(mask: Mask, addresses: Array) -> tuple[Index | None, Array]:
     """Active lanes (None: all) and their addresses."""
     if mask is None:
@@ -192,7 +198,7 @@ def store_global(
     if group.order and ordering:
         group.order.store_ordered(group, "global", index, size, lanes, ordering)
     else:
-        group.note_global_write(index, size, lanes)
+        group.note_global_write(index, size, lanes, _as_bytes(values, lanes) if group.order else None)
     _store(group.view_global(width, len(values)), index, size, values, lanes)
 
 
@@ -209,7 +215,7 @@ def store_shared(
     if group.order and ordering:
         group.order.store_ordered(group, "shared", index, size, lanes, ordering)
     else:
-        group.note_shared_write(index, size, lanes)
+        group.note_shared_write(index, size, lanes, _as_bytes(values, lanes) if group.order else None)
     _store(group.view_shared(width, len(values)), index, size, values, lanes)
 
 
