@@ -27,6 +27,7 @@ DESCRIPTION = "routers and experts, a row a token and expert, become mm.route_to
 EFFECT = "bounded"
 
 aten, mm = torch.ops.aten, torch.ops.mm
+_CUTS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
 _RESHAPES = (aten.reshape.default, aten.view.default)
 
 
@@ -72,7 +73,7 @@ def _is_gated(product: fx.Node) -> bool:
     """True for the first product of an expert: it ends in two halves that gate one another."""
     squeezed = next(iter(product.users), None)
     users = list(squeezed.users) if is_call(squeezed, aten.squeeze.dim) else []
-    return bool(users) and all(is_call(u, aten.chunk.default, aten.slice.Tensor, aten.split.Tensor) for u in users)
+    return bool(users) and all(is_call(user, *_CUTS) for user in users)
 
 
 def _read_product(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -120,9 +121,9 @@ def _read_halves(gate: fx.Node) -> tuple[fx.Node, fx.Node]:
     halves = gate.args[:2]
     for index, half in enumerate(halves):
         half = expect_call(half, gate, operator.getitem)
-        cut = expect_call(half.args[0], half, aten.chunk.default)
-        given = full_arguments(cut)
-        if half.args[1] != index or given["chunks"] != 2 or given["dim"] not in (-1, 1):
+        cut = expect_call(half.args[0], half, *_CUTS)
+        widths = [int(part.shape[-1]) for part in cut.meta["val"]]
+        if half.args[1] != index or full_arguments(cut)["dim"] not in (-1, 1) or widths != widths[:1] * 2:
             raise Refusal(half, "gate and up are not the first and second half of the first projection")
         squeezed = expect_call(cut.args[0], cut, aten.squeeze.dim)
     if halves[0].args[0] is not halves[1].args[0]:
