@@ -37,68 +37,96 @@ class GuardedRegister(np.lib.mixins.NDArrayOperatorsMixin):
         return self._refuse()
 
 
+class _Accumulator:
+    """The registers of one accumulator while operations on it are pending.
+
+    Attributes: values [registers, lanes]: what the operations add to. pending [lanes]: their number. visible: the
+        arrays that were put into the register list, to see whether something else wrote there.
+    """
+
+    def __init__(self, registers: tuple[int, ...], lanes: int) -> None:
+        self.values = np.zeros((len(registers), lanes), np.uint32)
+        self.pending = np.zeros(lanes, np.int64)
+        self.visible: list[Any] = []
+
+
 class InFlightRegisters:
-    """The accumulators (written) and A fragments (read) of pending wgmma operations."""
+    """The accumulators (written) and A fragments (read) of pending wgmma operations.
+
+    An accumulator that all lanes have in flight is guarded: any use is a fault. If only some have, the others may use
+    the register, so those lanes hold a poison instead.
+    """
 
     def __init__(self, g: Group) -> None:
         self._g = g
-        self._values: dict[int, Words] = {}
-        self._pending: dict[int, npt.NDArray[np.int64]] = {}
-        self._guards: dict[int, GuardedRegister] = {}
+        self._accumulators: dict[tuple[int, ...], _Accumulator] = {}
+        self._guard = GuardedRegister(g)
 
-    def begin(self, accumulators: list[int], lanes: Lanes) -> None:
-        """A wgmma of ``lanes`` that will write ``accumulators`` is issued."""
-        for register in accumulators:
-            pending = self._pending.setdefault(register, np.zeros(self._g.lanes, np.int64))
-            values = self.read(register)
-            fresh = lanes & (pending == 0)
-            held = self._values.get(register, values)
-            self._values[register] = np.where(fresh, values, held)
-            pending += lanes
-            if (pending > 0).all():
-                self._g.registers[register] = self._guards.setdefault(register, GuardedRegister(self._g))
-            elif fresh.any():
-                self._g.registers[register] = np.where(fresh, POISON, values)
+    def begin(self, registers: tuple[int, ...], lanes: Lanes) -> None:
+        """A wgmma of ``lanes`` that will write ``registers`` is issued."""
+        accumulator = self._accumulators.get(registers)
+        if accumulator is None:
+            self._refuse_overlap(registers)
+            accumulator = self._accumulators[registers] = _Accumulator(registers, self._g.lanes)
+        fresh = lanes & (accumulator.pending == 0)
+        accumulator.pending += lanes
+        if not fresh.any():
+            return
+        current = self._read(registers)
+        accumulator.values[:, fresh] = current[:, fresh]
+        if accumulator.pending.all():
+            self._show(registers, accumulator, [self._guard] * len(registers))
+        else:
+            self._show(registers, accumulator, list(np.where(fresh, POISON, current)))
 
-    def read(self, register: int) -> Words:
-        """The register as the program may see it: poisoned where it is in flight."""
-        values = self._g.registers[register]
-        if isinstance(values, GuardedRegister):
-            return np.full(self._g.lanes, POISON)
-        words: Words = values
-        return words
+    def accumulate(self, registers: tuple[int, ...]) -> Words:
+        """Values [registers, lanes] that the oldest pending operation adds to (in early mode: the registers)."""
+        accumulator = self._accumulators.get(registers)
+        return self._read(registers) if accumulator is None else accumulator.values
 
-    def accumulator(self, register: int) -> Words:
-        """The value that a pending wgmma adds to; without one, the register itself."""
-        words: Words = self._values.get(register, self._g.registers[register])
-        return words
-
-    def finish(self, accumulators: list[int], lanes: Lanes, results: list[Words]) -> None:
-        """The oldest operation of ``lanes`` wrote its results [lanes].
+    def finish(self, registers: tuple[int, ...], lanes: Lanes, results: Words) -> None:
+        """The oldest operation of ``lanes`` wrote its results [registers, lanes].
 
         Raises EmulationFault("in flight") if something else wrote the registers before.
         """
-        for register, result in zip(accumulators, results, strict=True):
-            pending = self._pending.get(register)
-            if pending is None:
-                values = self._g.registers[register]
-                self._g.registers[register] = np.where(lanes, result, values)
-                continue
-            visible = self.read(register)
-            if (visible[lanes] != POISON).any():
-                raise self._g.fault("in flight", "the accumulator of a wgmma is written before wgmma.wait_group")
-            pending -= lanes
-            self._values[register] = np.where(lanes, result, self._values[register])
-            done = lanes & (pending == 0)
-            if done.any():
-                self._g.registers[register] = np.where(done, result, visible)
-            if not pending.any():
-                del self._pending[register], self._values[register]
-                self._guards.pop(register, None)
+        accumulator = self._accumulators.get(registers)
+        if accumulator is None:
+            shown = results if lanes.all() else np.where(lanes, results, self._read(registers))
+            for register, values in zip(registers, shown, strict=True):
+                self._g.registers[register] = values
+            return
+        held = [self._g.registers[register] for register in registers]
+        untouched = all(now is before for now, before in zip(held, accumulator.visible, strict=True))
+        if not untouched and (self._read(registers)[:, lanes] != POISON).any():
+            raise self._g.fault("in flight", "the accumulator of a wgmma is written before wgmma.wait_group")
+        accumulator.values[:, lanes] = results[:, lanes]
+        accumulator.pending -= lanes
+        done = lanes & (accumulator.pending == 0)
+        if done.any():
+            shown = results if done.all() else np.where(done, results, self._read(registers))
+            self._show(registers, accumulator, list(shown))
+        if not accumulator.pending.any():
+            del self._accumulators[registers]
 
-    def check_unchanged(self, registers: list[int], before: list[Any], lanes: Lanes) -> None:
+    def check_unchanged(self, registers: tuple[int, ...], before: list[Any], lanes: Lanes) -> None:
         """The A fragments are as they were when the wgmma was issued; raises EmulationFault("in flight")."""
         for register, values in zip(registers, before, strict=True):
             now = self._g.registers[register]
-            if now is not values and (self.read(register)[lanes] != values[lanes]).any():
+            if now is not values and (self._read((register,))[0, lanes] != values[lanes]).any():
                 raise self._g.fault("in flight", "a register of A is written while its wgmma is pending")
+
+    def _read(self, registers: tuple[int, ...]) -> Words:
+        """Values [registers, lanes] as the program may see them: poisoned where they are in flight."""
+        hidden = np.full(self._g.lanes, POISON)
+        held = (self._g.registers[register] for register in registers)
+        return np.stack([hidden if values is self._guard else values for values in held])
+
+    def _show(self, registers: tuple[int, ...], accumulator: _Accumulator, arrays: list[Any]) -> None:
+        accumulator.visible = arrays
+        for register, values in zip(registers, arrays, strict=True):
+            self._g.registers[register] = values
+
+    def _refuse_overlap(self, registers: tuple[int, ...]) -> None:
+        taken = {register for other in self._accumulators for register in other}
+        if taken & set(registers):
+            raise self._g.fault("in flight", "wgmma operations with different accumulators share registers")

@@ -114,8 +114,9 @@ def store_matrices(g: Group, addresses: Any, transposed: bool, sources: list[Wor
     halves = np.ascontiguousarray(words).view(np.uint16).reshape(len(warps), count, 8, 8)
     if transposed:
         halves = halves.swapaxes(2, 3)
-    g.note_shared_write(index, 16, lanes, halves.reshape(-1, 8).view(np.uint8))
-    g.shared.view(np.uint16).reshape(-1, 8)[index // 16] = halves.reshape(-1, 8)
+    rows = np.ascontiguousarray(halves).reshape(-1, 8)
+    g.note_shared_write(index, 16, lanes, rows.view(np.uint8))
+    g.shared.view(np.uint16).reshape(-1, 8)[index // 16] = rows
 
 
 @runtime

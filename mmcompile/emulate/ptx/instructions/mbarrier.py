@@ -122,17 +122,17 @@ def test_mbarrier(g: Group, addresses: Any, phases: Any, mask: Mask) -> Any:
     """Whether the phase of each lane completed; a failing test makes the running block yield."""
     lanes, state = g.active_lanes(mask), get_state(g)
     result = np.zeros(g.lanes, np.bool_)
-    found: dict[tuple[Key, int], bool] = {}
-    seen: set[tuple[int, Key]] = set()
+    if not len(lanes):
+        return result
+    g.shared_index(addresses[lanes], 8, lanes)
+    asked = np.stack([lanes // g.threads, addresses[lanes].astype(np.int64), phases[lanes].astype(np.int64) & 1])
     with faults_at_line(g):
-        for lane, key in zip(lanes, _keys(g, addresses, lanes), strict=True):
-            phase = int(phases[lane]) & 1
-            if (key, phase) not in found:
-                found[key, phase] = state.mbarriers.test(key, phase)
-            result[lane] = found[key, phase]
-            if result[lane] and (lane // WARP, key) not in seen:
-                seen.add((lane // WARP, key))
-                state.order.wait(int(lane), key[1])
-    if not all(found.values()):
-        g.spun = True
+        for block, address, phase in asked[:, :1].T if (asked == asked[:, :1]).all() else np.unique(asked, axis=1).T:
+            here = lanes[(asked == [[block], [address], [phase]]).all(axis=0)]
+            if state.mbarriers.test((int(block), int(address)), int(phase)):
+                result[here] = True
+                for warp in np.unique(here // WARP) if state.order.enabled else ():
+                    state.order.wait(int(warp) * WARP, int(address))
+            else:
+                g.spun = True
     return result

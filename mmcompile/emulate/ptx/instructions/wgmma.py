@@ -147,10 +147,10 @@ def issue_wgmma(g: Group, form: WgmmaForm, a: Any, b: Any, use_d: Lanes, mask: M
     state = get_state(g)
     before = [g.registers[register] for register in form.a]
     if g.late and lanes.any():
-        state.registers.begin(list(form.d), lanes)
+        state.registers.begin(form.d, lanes)
 
     def perform(now: Lanes) -> None:
-        state.registers.check_unchanged(list(form.a), before, now)
+        state.registers.check_unchanged(form.a, before, now)
         _perform(g, form, a, b, use_d, now)
 
     state.wgmma.add(lanes, at_line(g, perform))
@@ -162,9 +162,8 @@ def _perform(g: Group, form: WgmmaForm, a: Any, b: Any, use_d: Lanes, lanes: Lan
     first = warps * WARP
     keys = np.stack([b[first], b[first] * 0 if a is None else a[first]], axis=1)
     registers = get_state(g).registers
-    words = np.stack([registers.accumulator(register) for register in form.d], axis=-1).reshape(-1, WARP, len(form.d))
-    words = words.copy()
-    for key in np.unique(keys, axis=0):
+    words = np.array(registers.accumulate(form.d).T, order="C").reshape(-1, WARP, len(form.d))
+    for key in keys[:1] if (keys == keys[0]).all() else np.unique(keys, axis=0):
         members = warps[(keys == key).all(axis=1)]
         a_descriptor = None if a is None else parse_wgmma_descriptor(int(key[1]))
         product = _multiply(g, form, a_descriptor, parse_wgmma_descriptor(int(key[0])), members)
@@ -175,8 +174,7 @@ def _perform(g: Group, form: WgmmaForm, a: Any, b: Any, use_d: Lanes, lanes: Lan
         if form.saturate and form.d_type == "s32":
             product = np.clip(product, -(2**31), 2**31 - 1)
         words[members] = fragments.scatter_accumulator(product, form.d_type)
-    results = np.ascontiguousarray(words.reshape(g.lanes, -1).T)
-    registers.finish(list(form.d), lanes, list(results))
+    registers.finish(form.d, lanes, np.ascontiguousarray(words.reshape(g.lanes, -1).T))
 
 
 def _multiply(
