@@ -129,7 +129,7 @@ class EmulatorRunner:
     """
 
     proof = "emulator"
-    sampling = (32, 8)
+    sampling = (64, 12)
     guard = 0
 
     def __init__(self, assemblies: Mapping[str, Assembly]) -> None:
