@@ -248,3 +248,11 @@ def test_swizzle_offsets_worked_by_hand():
     assert view.shape == (1, 2, 2, 2, 256)
     assert int(view[0, 1, 0, 0, 0]) == 5 and int(view[0, 1, 1, 1, 255]) == 6
     assert view.data_ptr() == flat.data_ptr()
+
+
+def test_share_global_scale_never_gives_zero_and_refuses_a_smaller_one():
+    scale = torch.tensor([[2.0**-9, 448.0], [1.0, 3.25]]).to(torch.float8_e4m3fn)
+    moved, shared = nvfp4.share_global_scale(scale, torch.tensor([1e-6, 1.0]))
+    assert shared == 1.0 and moved.float().tolist() == [[2.0**-9, 2.0**-9], [1.0, 3.25]]
+    with pytest.raises(ValueError, match="below that of a row"):
+        nvfp4.share_global_scale(scale, torch.tensor([0.5, 1.0]), torch.tensor(0.7))

@@ -159,18 +159,22 @@ def encode_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return pack_codes(codes.flatten(-2)), scale.nan_to_num(E4M3_MAX).to(torch.float8_e4m3fn), multiplier
 
 
-def share_global_scale(scale: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+def share_global_scale(scale: Tensor, global_scale: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Bring rows with multipliers of their own to one, for a format or a kernel that has a single global scale.
 
     Args:
         scale: float8_e4m3fn [n, k/16], positive. global_scale: fp32 [n], positive.
+        shared: the multiplier to bring them to, at least the largest of the rows (the default).
 
-    Returns: scale float8_e4m3fn [n, k/16] and a multiplier fp32 scalar, the largest of the rows: the codes stay, and
+    Returns: scale float8_e4m3fn [n, k/16] and the shared multiplier, an fp32 scalar: the codes stay, and
     ``scale * global_scale`` changes by the rounding of one E4M3 number, at most a sixteenth of it, or where it is below
     2^-6 of the multiplier by at most 2^-10 of it, but never to zero. Rows that have the largest multiplier do not
     change. Taking one row's multiplier for all without this is off by their ratio (vllm issue 54974).
     """
-    shared = global_scale.max()
+    largest = global_scale.max()
+    shared = largest if shared is None else shared
+    if bool(shared < largest):
+        raise ValueError(f"the shared multiplier {float(shared)} is below that of a row, {float(largest)}")
     moved = scale.float() * (global_scale / shared)[:, None]
     return moved.clamp(min=E4M3_SMALLEST).to(torch.float8_e4m3fn), shared
 
