@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mmcompile.emulate.gfx950.decoded import Decoded, Taint, Unknowns, spread_scalar
-from mmcompile.emulate.gfx950.operands import Operand, Reader, find_constant, parse_operand, read_scalar
+from mmcompile.emulate.gfx950.operands import Operand, Reader, parse_operand, read_scalar
 from mmcompile.emulate.gfx950.parser import Instruction
 from mmcompile.emulate.gfx950.state import EXEC, SCALAR, SCC, Waves
 
@@ -192,6 +192,16 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 _VIEWS = {"u": np.uint32, "i": np.int32, "q": np.uint64, "s": np.int64}
 
 
+IMMEDIATE = re.compile(r"^(movk|cmovk|addk|mulk)_i32$")
+"""SOPK: their immediate has 16 bits, is sign-extended, and is printed without its sign."""
+
+
+def extend_immediate(operand: Operand, signed: bool) -> Operand:
+    """A 16-bit immediate as the number that it stands for."""
+    value = int(operand.value) & 0xFFFF
+    return replace(operand, value=value - 0x10000 if signed and value & 0x8000 else value)
+
+
 def make_reader(operand: Operand, kind: str) -> Reader:
     """Values [waves] or [1] of a type of ``ScalarOp.sources``."""
     if kind in "qs" and operand.kind == "scalar" and operand.count == 1:
@@ -250,6 +260,8 @@ def _part_unknown(w: Waves, operand: Operand, part: int) -> Array:
 def build_operation(i: Instruction, op: ScalarOp) -> Decoded:
     """SOP1, SOP2, SOPK of the table."""
     target, *given = (parse_operand(text) for text in i.operands)
+    if IMMEDIATE.match(i.op[2:]):
+        given = [extend_immediate(given[0], True)]
     sources = [*given, target] if op.accumulates else given
     if len(sources) != len(op.sources):
         raise ValueError(i.text)
@@ -275,10 +287,9 @@ def build_operation(i: Instruction, op: ScalarOp) -> Decoded:
 def build_compare(i: Instruction, name: str, kind: str, immediate: bool) -> Decoded:
     """s_cmp_*, s_cmpk_*: sets SCC."""
     operands = [parse_operand(text) for text in i.operands]
+    if immediate:
+        operands[1] = extend_immediate(operands[1], kind == "i")
     readers = [make_reader(operand, kind) for operand in operands]
-    if immediate and kind == "u":
-        constant = np.full(1, find_constant(operands[1]), np.uint32)
-        readers[1] = lambda w: constant
     compare = COMPARE[name]
 
     def step(w: Waves) -> None:
