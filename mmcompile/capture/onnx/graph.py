@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx
+import onnx.inliner
 from onnx import ModelProto, TensorProto, numpy_helper
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from mmcompile.core.formats import nvfp4
 
 Packed = tuple[Tensor, Tensor, Tensor]
 _SMALL = 1024
+_BODIES = "mm.bodies"
 
 
 @dataclass
@@ -77,7 +79,37 @@ def _inline(model: ModelProto, constants: dict[str, Constant]) -> None:
         if not missing:
             return
         typed = onnx.shape_inference.infer_shapes(model)
+        _name_bodies(typed)
         model.CopyFrom(onnx.inliner.inline_selected_functions(typed, missing, inline_schema_functions=True))
+        model.CopyFrom(onnx.inliner.inline_local_functions(model))
+
+
+def _name_bodies(model: ModelProto) -> None:
+    """Give each node whose body depends on its types and on which inputs are left out a function of its own."""
+    values = (*model.graph.input, *model.graph.value_info)
+    types = {v.name: v.type.SerializeToString() for v in values}
+    types |= {t.name: _type_of(t).SerializeToString() for t in model.graph.initializer}
+    empty = onnx.TypeProto().SerializeToString()
+    for number, node in enumerate(model.graph.node):
+        if not _has_only_body(node, model) or all(node.input):
+            continue
+        schema = onnx.defs.get_schema(node.op_type, find_opsets(model).get(node.domain, 1), node.domain)
+        if not schema.has_context_dependent_function:
+            continue
+        given = [types.get(name, empty) for name in node.input]
+        version = schema.since_version
+        raw = schema.get_context_dependent_function_with_opset_version(version, node.SerializeToString(), given)
+        body = onnx.FunctionProto.FromString(raw)
+        body.domain, body.name = _BODIES, f"{node.op_type}_{number}"
+        node.domain, node.op_type = body.domain, body.name
+        del node.attribute[:]
+        model.functions.append(body)
+    if model.functions and _BODIES not in find_opsets(model):
+        model.opset_import.add(domain=_BODIES, version=1)
+
+
+def _type_of(tensor: TensorProto) -> onnx.TypeProto:
+    return onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
 
 
 def _all_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mmcompile.capture.onnx.file import first_line
 from mmcompile.capture.onnx.ops import HOST_OPERATORS, OPERATORS
+from mmcompile.capture.onnx.ops.host import tidy
 from mmcompile.capture.onnx.values import HOST_LIMIT, Call, Constant, Step, Subgraph, Value
 from mmcompile.core.errors import CaptureError
 
@@ -71,7 +72,7 @@ def _evaluate(call: Call) -> Any:
     if handler is not None and not call.folding and _is_arithmetic_of_sizes(call):
         result = handler(call)
         if result is not None:
-            return result
+            return result if isinstance(result, np.ndarray | tuple) else tidy([result], ())
     return OPERATORS[call.step.op](call)
 
 

@@ -124,6 +124,8 @@ def _concat_sequence(call: Call) -> torch.Tensor:
 
 TABLE: dict[str, Callable[[Call], Any]] = {
     "Identity": lambda call: call.values[0] if isinstance(call.values[0], list) else call.tensor(0),
+    "OptionalGetElement": lambda call: call.values[0] if isinstance(call.values[0], list) else call.tensor(0),
+    "OptionalHasElement": lambda call: np.array(call.has(0)),
     "If": _if,
     "Loop": _loop,
     "Scan": _scan,

@@ -79,7 +79,9 @@ def _conv_transpose(call: Call) -> Tensor:
     y = pad_spatial(y, [0] * rank + [max(e, 0) for e in extra])
     sizes = [full[i] + extra[i] - pads[i] - pads[i + rank] for i in range(rank)]
     for i in range(rank):
-        y = y.narrow(2 + i, pads[i], sizes[i]) if pads[i] >= 0 else y
+        before, after = max(pads[i], 0), max(pads[i + rank], 0)
+        y = y.narrow(2 + i, before, y.shape[2 + i] - before - after)
+    y = pad_spatial(y, [0] * rank + [max(s - have, 0) for s, have in zip(sizes, y.shape[2:], strict=True)])
     return y if bias is None else y + bias.reshape([1, -1] + [1] * rank)
 
 

@@ -54,8 +54,8 @@ def cast(x: Tensor, to: int, saturate: bool = True, round_mode: str = "up") -> T
 
 
 def _to_e2m1(x: Tensor) -> Tensor:
-    """NaN becomes 6 and numbers saturate, as the standard says; minus zero keeps its sign."""
-    x = torch.nan_to_num(x.float(), nan=6.0, posinf=6.0, neginf=-6.0)
+    """Numbers saturate, NaN becomes zero (as ml_dtypes has it), minus zero keeps its sign."""
+    x = torch.nan_to_num(x.float(), nan=0.0, posinf=6.0, neginf=-6.0)
     return torch.copysign(decode_e2m1(encode_e2m1(x)), x)
 
 

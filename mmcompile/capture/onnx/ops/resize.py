@@ -63,7 +63,7 @@ def _built_in(
     call: Call, x: Tensor, axes: list[int], scales: list[Any], sizes: list[Any], mode: str, transform: str
 ) -> Tensor | None:
     """torch's own upsampling where it means the same: whole factors for nearest, half pixels for linear."""
-    spatial = [(a, s, n) for a, s, n in zip(axes, scales, sizes, strict=True) if a >= 2]
+    spatial = sorted((a, s, n) for a, s, n in zip(axes, scales, sizes, strict=True) if a >= 2)
     outer = [s for a, s in zip(axes, scales, strict=True) if a < 2 and not (isinstance(s, float | int) and s == 1)]
     if x.dim() != 4 or outer or len(spatial) != 2 or not x.is_floating_point() or call.attr("antialias", 0):
         return None
@@ -71,10 +71,11 @@ def _built_in(
     whole = all(isinstance(s, float | int) and float(s).is_integer() for s in factors)
     if mode == "nearest" and whole and transform in ("asymmetric", "half_pixel"):
         rounding = call.attr("nearest_mode", "round_prefer_floor")
-        if transform == "half_pixel" or rounding == "floor":
+        if rounding == "floor" if transform == "asymmetric" else rounding.startswith("round"):
             return x.repeat_interleave(int(factors[0]), 2).repeat_interleave(int(factors[1]), 3)
     exact = call.has(3) and call.host(3).size or whole
-    if mode == "linear" and exact and transform in ("half_pixel", "pytorch_half_pixel"):
+    single = any(isinstance(n, int) and n == 1 for _, _, n in spatial)  # pytorch_half_pixel takes position 0 then
+    if mode == "linear" and exact and (transform == "half_pixel" or transform == "pytorch_half_pixel" and not single):
         return F.interpolate(x, size=[n for _, _, n in spatial], mode="bilinear", align_corners=False)
     return None
 
@@ -90,7 +91,7 @@ def _coordinate(i: Any, size: int, out: int, scale: float, transform: str, crop:
     if transform == "asymmetric":
         return i / scale
     if transform == "align_corners":
-        return i * (size - 1) / (out - 1) if out > 1 else i * 0.0
+        return i * (size - 1) / (scale * size - 1) if out > 1 else i * 0.0
     if transform == "tf_crop_and_resize":
         start, end = crop
         if out > 1:

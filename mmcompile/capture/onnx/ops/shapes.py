@@ -124,11 +124,11 @@ def _pad(call: Call) -> Tensor:
         before, after = pads[i], pads[i + len(axes)]
         if mode == "constant":
             value = call.literal(2) if call.has(2) else 0
-            if value is None:
-                raise call.refuse("the padding value is computed", fix="make it a constant")
             flat = [0, 0] * (x.dim() - 1 - axis) + [before, after]
             if any(not isinstance(p, int) or p for p in (before, after)):
-                x = F.pad(x, flat, value=value)
+                inside = None if value is not None else F.pad(torch.ones_like(x, dtype=torch.bool), flat)
+                x = F.pad(x, flat, value=0 if value is None else value)
+                x = x if inside is None else torch.where(inside, x, call.tensor(2).reshape(()))
         else:
             x = _pad_by_index(x, axis, int(before), int(after), mode)
     return x
