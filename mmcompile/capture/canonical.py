@@ -71,6 +71,7 @@ def canonicalise(exported: nn.Module, symbols: dict[str, tuple[int, int]], shape
     graph = exported.graph
     graph.set_codegen(fx.graph.CodeGen())
     _drop_checks(graph)
+    graph = _number_names(graph)
     graph_module = make_graph_module(exported, graph)
     graph = graph_module.graph
     _unify_casts(graph)
@@ -91,6 +92,18 @@ def _drop_checks(graph: fx.Graph) -> None:
         is_guard = node.op == "call_module" and str(node.target).startswith("_guards")
         if is_guard or (node.op == "call_function" and node.target in _CHECKS):
             graph.erase_node(node)
+
+
+def _number_names(graph: fx.Graph) -> fx.Graph:
+    """A copy whose calls are named by operation and order, however the graph came about."""
+    copy = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: made[n])
+        name = None if node.op == "call_function" else node.name
+        made[node] = copy.create_node(node.op, node.target, args, kwargs, name, node.type)
+        made[node].meta = dict(node.meta)
+    return copy
 
 
 def _unify_casts(graph: fx.Graph) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from mmcompile.capture.canonical import canonicalise, getattr_or_none, is_model_code, shorten_path
+from mmcompile.capture.repeat import NotProvedError, Repeater
 from mmcompile.core.errors import CaptureError
 
 
@@ -38,7 +39,7 @@ class Captured:
         tokenizer: bytes of a tokenizer.json, if known. chat_template: Jinja text, if known.
         nvfp4: module path -> (packed, scale, global scale) of the weights that the checkpoint stores in NVFP4, which
             the graph holds decoded; a stack of experts by the name of its parameter. mxfp8: likewise (values, scale).
-        source: where it was captured from.
+        source: where it was captured from. note: how equal layers were captured, "" if there are none.
     """
 
     graph_module: fx.GraphModule
@@ -46,6 +47,7 @@ class Captured:
     inputs: tuple[Input, ...]
     kind: str
     source: str
+    note: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     tokenizer: bytes | None = None
     chat_template: str | None = None
@@ -84,20 +86,42 @@ def capture_module(
     constants = dict(constants or {})
     specs |= dict.fromkeys(constants)
     meta_names = _stand_in_for_meta(module)
-    try:
-        program = torch.export.export(module.eval(), (), dict(inputs) | constants, dynamic_shapes=specs)
-    except Exception as error:
-        raise _explain(error, module) from error
+    exported, note = _export(module.eval(), dict(inputs) | constants, specs)
     shapes = {
         name: tuple(dynamic.get(name, {}).get(i, int(d)) for i, d in enumerate(tensor.shape))
         for name, tensor in inputs.items()
     }
-    if any(_is_mutating(node) for node in program.graph.nodes):
-        program = program.run_decompositions({})
-    graph_module = canonicalise(program.module(check_guards=False), symbols, shapes)
+    graph_module = canonicalise(exported, symbols, shapes)
     _restore_meta(graph_module, meta_names)
     listed = tuple(Input(n, shapes[n], str(t.dtype).removeprefix("torch.")) for n, t in inputs.items())
-    return Captured(graph_module, symbols, listed, kind, source or type(module).__name__)
+    return Captured(graph_module, symbols, listed, kind, source or type(module).__name__, note=note)
+
+
+def _export(module: nn.Module, arguments: dict[str, Any], specs: dict[str, Any]) -> tuple[nn.Module, str]:
+    """The exported module, and how its equal layers were captured ("" if it has none).
+
+    Equal layers are traced twice and repeated; if that fails or cannot be proved, everything is traced, and the note
+    says why.
+    """
+    repeater, note = Repeater(module), ""
+
+    def run() -> torch.export.ExportedProgram:
+        program = torch.export.export(module, (), arguments, dynamic_shapes=specs)
+        is_pure = not any(_is_mutating(node) for node in program.graph.nodes)
+        return program if is_pure else program.run_decompositions({})
+
+    if repeater.layers:
+        try:
+            return repeater.export(run), repeater.describe()
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            known = isinstance(error, NotProvedError)
+            note = f"every layer traced: {reason if known else f'{type(error).__name__}: {reason}'}"
+    try:
+        program = run()
+    except Exception as error:
+        raise _explain(error, module) from error
+    return program.module(check_guards=False), note
 
 
 def _is_mutating(node: fx.Node) -> bool:
