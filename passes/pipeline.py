@@ -43,14 +43,15 @@ def _size(module: ModuleType) -> int:
     return max(sum(n.op == "call_function" for n in rule.traced[0].graph.nodes) for rule in module.RULES)
 
 
-def list_passes(kind: str = "decoder", quantization: str = "none", *, stored: bool = False) -> list[Pass]:
+def list_passes(kind: str = "decoder", quantization: str = "none", *, stored: str = "") -> list[Pass]:
     """The pipeline.
 
     ``kind``: "decoder", or "module" (no positions, no KV cache). ``quantization``: "none" or a file of passes/quant.
-    ``stored``: the checkpoint holds NVFP4 weights, which are taken over whatever ``quantization`` says.
+    ``stored``: the scheme that takes over what the checkpoint holds quantized where none is asked for, "" if it holds
+    nothing quantized.
     """
     decoder = kind == "decoder"
-    scheme = "nvfp4" if quantization == "none" and stored else quantization
+    scheme = stored if quantization == "none" and stored else quantization
     clean, standardise, layout = "passes.clean", "passes.standardise", "passes.layout"
     return [
         whole_graph("clean", clean, "drop_no_ops"),

@@ -58,7 +58,8 @@ class PassContext:
         max_context: longest sequence to prepare for, tokens (length of RoPE tables).
         quantization: scheme ("none" or a file of passes/quant) and its options.
         cache_dtype, page_size: of the paged KV cache.
-        checkpoint_nvfp4: module path -> (packed, scale, global_scale) for layers that the checkpoint stores in NVFP4.
+        checkpoint_nvfp4: module path -> (packed, scale, global_scale) for layers that the checkpoint stores in NVFP4; a
+            stack of experts by the name of its parameter. checkpoint_mxfp8: module path -> (values, scale).
         info: what passes hand on to the manifest (quantization outcome per layer, number of KV layers, ...).
     """
 
@@ -68,6 +69,7 @@ class PassContext:
     cache_dtype: str = "bfloat16"
     page_size: int = 64
     checkpoint_nvfp4: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    checkpoint_mxfp8: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
 
 

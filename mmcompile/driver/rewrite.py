@@ -43,12 +43,13 @@ def rewrite_model(captured: Captured, options: BuildOptions, dump: Path, progres
         cache_dtype=options.cache_dtype,
         page_size=options.page_size,
         checkpoint_nvfp4=captured.nvfp4,
+        checkpoint_mxfp8=captured.mxfp8,
     )
-    passes = list_passes(captured.kind, options.quantization, stored=bool(captured.nvfp4))
+    passes = list_passes(captured.kind, options.quantization, stored=_find_stored_scheme(captured))
     copies = _list_copies(options) if decoder else {}
     every = [*passes, *(p for more in copies.values() for p in more)]
     _check_names(options, [p.name for p in every])
-    if options.quantization_options and options.quantization == "none" and not captured.nvfp4:
+    if options.quantization_options and options.quantization == "none" and not _find_stored_scheme(captured):
         names = ", ".join(options.quantization_options)
         raise UsageError(f"options of a quantization, but none is asked for: {names}", fix="pass --quant, e.g. nvfp4")
 
@@ -69,6 +70,14 @@ def rewrite_model(captured: Captured, options: BuildOptions, dump: Path, progres
     check_required(reports, options.required)
     outputs = {name: _name_results(name, g) for name, g in graphs.items()}
     return Rewritten(graphs, reports, context, _limits(captured, options, context), outputs, operations, parameters)
+
+
+def _find_stored_scheme(captured: Captured) -> str:
+    """The scheme of passes/quant that takes over what the checkpoint stores quantized, "" if it stores nothing so."""
+    experts = any(parts[0].ndim == 3 for parts in captured.nvfp4.values())
+    if captured.mxfp8 or experts:
+        return "nvfp4_mxfp8"
+    return "nvfp4" if captured.nvfp4 else ""
 
 
 def _list_copies(options: BuildOptions) -> dict[str, list[Pass]]:

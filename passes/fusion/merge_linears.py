@@ -19,6 +19,7 @@ _ATEN = torch.ops.aten
 _ROWS = {
     _MM.linear.default: ("weight", "bias"),
     _MM.linear_nvfp4.default: ("packed", "scale", "global_scale", "bias"),
+    _MM.linear_mxfp8.default: ("values", "scale", "bias"),
 }
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import operator
 from fnmatch import fnmatch
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from torch import fx
 
-from mmcompile.core.errors import UsageError, unknown_name
-from mmcompile.core.graph import full_arguments, infer_meta, set_parameter, source_of
-from mmcompile.core.passes import Match, PassContext, PassResult
+from mmcompile.core.graph import full_arguments
+from mmcompile.core.passes import PassContext, PassResult
+from mmcompile.passes.quant._weights import (
+    NVFP4,
+    check_exclusions,
+    find_heads,
+    name_module,
+    name_weight,
+    quantize_linear,
+    read_options,
+)
 
 DESCRIPTION = "quantize linear weights to NVFP4: e2m1 values, e4m3 scale per 16, fp32 global scale"
 EFFECT = "quantizing"
 _MM = torch.ops.mm
-BLOCK = 16
 
 
 class Options(BaseModel):
@@ -43,34 +49,26 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     options = parse_options(context.quantization_options)
     result = PassResult()
     layers: dict[str, str] = context.info.setdefault("layers", {})
-    heads = _feeding_output(graph_module)
+    heads = find_heads(graph_module)
     for node in list(graph_module.graph.nodes):
         if node.op != "call_function" or node.target not in (_MM.linear.default, _MM.embedding.default):
             continue
         weight = full_arguments(node)["weight"]
-        name = str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else ""
+        name = name_weight(weight)
         reason = _refuse(node, weight, name, options, heads, context)
         if name and layers.get(name) != "nvfp4":
             layers[name] = reason or "nvfp4"
         if reason is None:
-            result.matches.append(_quantize(graph_module, node, name, options, context))
-    for pattern in options.exclude:
-        if not any(fnmatch(name, pattern) for name in layers):
-            raise unknown_name("layer to exclude", pattern, layers)
+            stored = context.checkpoint_nvfp4.get(name_module(name))
+            result.matches.append(quantize_linear(graph_module, node, NVFP4, options.method, stored))
+    check_exclusions(options.exclude, layers)
     result.notes = [f"{name}: {outcome}" for name, outcome in layers.items() if outcome != "nvfp4"]
     return result
 
 
 def parse_options(given: dict[str, Any]) -> Options:
     """Check the options of the scheme; UsageError for an unknown one or a wrong value."""
-    try:
-        return Options(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            raise unknown_name("option of nvfp4", name, Options.model_fields) from None
-        raise UsageError(f"the option {name} of nvfp4 cannot be {first['input']!r}", fix=first["msg"]) from None
+    return read_options(Options, "nvfp4", given)
 
 
 def _refuse(
@@ -82,55 +80,12 @@ def _refuse(
         return "the weight is computed, not a parameter"
     if any(fnmatch(name, pattern) for pattern in options.exclude):
         return "excluded by option"
-    if _module_path(name) in context.checkpoint_nvfp4:
+    if name_module(name) in context.checkpoint_nvfp4:
         return None
     if context.quantization == "none":
         return "the checkpoint stores it unquantized, and no quantization was asked for"
     if node in heads and not options.lm_head:
         return "the output projection decides the token; quantize it with --quant-option lm_head=true"
-    if weight.meta["val"].shape[1] % BLOCK:
-        return f"its {weight.meta['val'].shape[1]} input features are no multiple of {BLOCK}"
+    if weight.meta["val"].shape[1] % NVFP4.block:
+        return f"its {weight.meta['val'].shape[1]} input features are no multiple of {NVFP4.block}"
     return None
-
-
-def _module_path(parameter: str) -> str:
-    return parameter.removesuffix(".weight")
-
-
-def _feeding_output(graph_module: fx.GraphModule) -> set[fx.Node]:
-    """Linear nodes whose value is a result of the graph, but for pointwise steps: the lm_head of a decoder."""
-    heads: set[fx.Node] = set()
-    frontier = list(graph_module.graph.find_nodes(op="output"))
-    while frontier:
-        for node in frontier.pop().all_input_nodes:
-            if node.target == _MM.linear.default:
-                heads.add(node)
-            elif torch.Tag.pointwise in getattr(node.target, "tags", ()) and len(node.all_input_nodes) == 1:
-                frontier.append(node)
-    return heads
-
-
-def _quantize(graph_module: fx.GraphModule, node: fx.Node, name: str, options: Options, context: PassContext) -> Match:
-    """Replace the weight by its three parts: taken from the checkpoint where it holds them, else computed."""
-    graph = graph_module.graph
-    stored = context.checkpoint_nvfp4.get(_module_path(name))
-    with graph.inserting_before(node):
-        if stored is not None:
-            made = []
-            for suffix, tensor in zip(("packed", "scale", "global_scale"), stored, strict=True):
-                set_parameter(graph_module, f"{name}_{suffix}", tensor)
-                made.append(graph.get_attr(f"{name}_{suffix}"))
-            parts = made
-        else:
-            weight = graph.get_attr(name)
-            quantized = graph.call_function(_MM.nvfp4_quantize.default, (weight, options.method))
-            parts = [graph.call_function(operator.getitem, (quantized, i)) for i in range(3)]
-            made = [weight, quantized, *parts]
-        arguments = full_arguments(node)
-        epilogue = (arguments["bias"], arguments["residual"], arguments["activation"])
-        linear = graph.call_function(_MM.linear_nvfp4.default, (arguments["x"], *parts, *epilogue))
-    infer_meta(graph_module, [*made, linear])
-    linear.meta["source"] = source_of(node)
-    node.replace_all_uses_with(linear)
-    graph.erase_node(node)
-    return Match("quantize_nvfp4", (node.name,), (linear.name,), name)
