@@ -94,7 +94,8 @@ def capture_module(
     graph_module = canonicalise(exported, symbols, shapes)
     _restore_meta(graph_module, meta_names)
     listed = tuple(Input(n, shapes[n], str(t.dtype).removeprefix("torch.")) for n, t in inputs.items())
-    return Captured(graph_module, symbols, listed, kind, source or type(module).__name__, note=note)
+    source = "; ".join(part for part in (source or type(module).__name__, note) if part)
+    return Captured(graph_module, symbols, listed, kind, source, note=note)
 
 
 def _export(module: nn.Module, arguments: dict[str, Any], specs: dict[str, Any]) -> tuple[nn.Module, str]:

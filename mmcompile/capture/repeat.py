@@ -192,9 +192,11 @@ class Repeater:
         Functionalisation sees a repeated layer as one call with fresh results. That is right, since it is proved that
         such a layer writes into no tensor of others and returns none.
         """
-        _PROMISED.clear()
-        with self.intercept():
-            program = run()
+        try:
+            with self.intercept():
+                program = run()
+        finally:
+            _PROMISED.clear()
         self._check_read()
         module = program.module(check_guards=False)
         expand(module.graph, self.calls)

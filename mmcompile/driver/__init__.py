@@ -31,6 +31,7 @@ def build(
     with claim_output(Path(out), force) as folder:
         progress("capture", model, 0, 1)
         captured = open_door(model, options)
+        progress("capture", captured.note, 1, 1)
         rewritten = rewrite_model(captured, options, folder / "passes", progress)
         packer = Packer(folder, model, captured, rewritten, options)
         for name in options.targets:
