@@ -264,7 +264,7 @@ def build_permute(i: Instruction, backward: bool) -> Decoded:
     )
 
 
-def find_swizzle(pattern: str) -> Array:
+def find_swizzle(pattern: str) -> Any:
     """Source lanes of ds_swizzle_b32: swizzle(QUAD_PERM,..), swizzle(BITMASK_PERM,"..") or the 16-bit code."""
     match = re.match(r"^swizzle\((\w+),(.*)\)$", pattern.replace(" ", ""))
     if match and match[1] == "QUAD_PERM":

@@ -32,8 +32,8 @@ class Decoded:
             written registers, computed before ``step``; None if they are all defined afterwards. keeps_unknown: the
             step sets them itself. demands: registers that must be defined in the active lanes, e.g. addresses.
         all_lanes: the execution mask is ignored. queue: of a load: "vm", "lgkm" or "smem".
-        control: "", "branch", "indirect", "barrier" or "endpgm"; a branch's step sets ``waves.jump`` to bool [selected],
-            an indirect one's to instructions. target: label of a direct branch. index: place in the kernel.
+        control: "", "branch", "indirect", "barrier" or "endpgm"; a branch's step sets ``waves.jump`` to bool, an
+            indirect one's to instructions [selected]. target: label of a direct branch. index: place in the kernel.
     """
 
     step: Step

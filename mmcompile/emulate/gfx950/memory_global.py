@@ -29,7 +29,7 @@ from mmcompile.emulate.gfx950.waits import defer, issue, submit
 
 Array = npt.NDArray[Any]
 Addresses = Callable[[Waves], tuple[Array, Array | None]]
-"""Device addresses of the active lanes (uint64, flat), and which dwords [lanes, n] are inside the buffer (None: all)."""
+"""Device addresses of the active lanes (uint64, flat), and which dwords [lanes, n] are in the buffer (None: all)."""
 
 LOADS = {"dword": (4, None, ""), "dwordx2": (8, None, ""), "dwordx3": (12, None, ""), "dwordx4": (16, None, ""),
          "ubyte": (1, None, ""), "sbyte": (1, None, "i8"), "ushort": (2, None, ""), "sshort": (2, None, "i16"),

@@ -190,14 +190,14 @@ def find_unknown(
 ) -> Unknowns:
     """An undefined value spoils its row (A) or column (B) of D."""
     a, b, c = operands
-    sides: list[Array] = []
+    sides: list[Any] = []
     for operand, rows in ((a, shape.m), (b, shape.n)):
         lanes = read_word_unknown(w, operand)
         if shape.blocks > 1:
             sides.append(lanes.reshape(-1, shape.blocks, rows))
         else:
             sides.append(lanes.reshape(-1, 64 // rows, rows).any(axis=1)[:, None])
-    spoiled = np.asarray(sides[0][:, places[0], places[1]] | sides[1][:, places[0], places[2]])
+    spoiled: Any = sides[0][:, places[0], places[1]] | sides[1][:, places[0], places[2]]
     found: Unknowns = []
     for k in range(target.count):
         mask: Array = spoiled[:, k]

@@ -1,8 +1,8 @@
 """Data races of a launch: barriers, fences and synchronising accesses of gfx950, on ``races.RaceDetector``.
 
-A write spans from its issue to the wait that guarantees it. It is recorded at the wait, so that a barrier publishes only
-drained writes, and checked against the order that held when it was issued. Loads past the cache of a compute die (sc1)
-and atomics are synchronising; ``buffer_wbl2 sc1`` with ``s_waitcnt vmcnt(0)`` is the release fence, ``buffer_inv sc1``
+A write spans from its issue to the wait that guarantees it. It is recorded at the wait, so that a barrier publishes
+only drained writes, and checked against the order that held when it was issued. Accesses past the cache of a compute die
+(sc1) and atomics are synchronising; ``buffer_wbl2 sc1`` with ``s_waitcnt vmcnt(0)`` is the release fence, ``buffer_inv sc1``
 the acquire fence (LLVM, "Memory model gfx942").
 """
 
@@ -50,7 +50,7 @@ class WaveDetector(RaceDetector):
 class WriteTarget:
     """Where plain writes are recorded, with the values that they left.
 
-    Waves of a program that hold copies of a value write it all: the same byte by the same instruction, which is no race.
+    Waves of a program that hold copies of a value all write it: the same byte by the same instruction is no race.
     """
 
     detector: WaveDetector

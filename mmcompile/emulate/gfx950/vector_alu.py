@@ -13,6 +13,17 @@ from mmcompile.emulate.gfx950.decoded import ALL, Decoded, Unknowns, collapse, m
 from mmcompile.emulate.gfx950.operands import parse_operand, read_bits
 from mmcompile.emulate.gfx950.parser import Instruction
 from mmcompile.emulate.gfx950.state import Waves
+from mmcompile.emulate.gfx950.undefined import (
+    pass_and,
+    pass_and_or,
+    pass_any,
+    pass_logic,
+    pass_move,
+    pass_or,
+    pass_select,
+    pass_shift,
+    pass_shift_or,
+)
 from mmcompile.emulate.gfx950.vector_op import VectorOp, build_vector, list_lane_unknowns, strip_encoding
 
 Array = npt.NDArray[Any]
@@ -20,70 +31,6 @@ Masks = Sequence[Array]
 U = np.uint32
 _31, _16, _LOW = U(31), U(16), U(0xFFFF)
 _63 = np.uint64(63)
-
-
-# ---------------------------------------------------------------------- undefined bits, bit by bit
-
-
-def _move(masks: Masks, values: Masks) -> Array:
-    return masks[0]
-
-
-def _and(masks: Masks, values: Masks) -> Array:
-    (a, b), (x, y) = masks, values
-    return (a | b) & (a | x) & (b | y)
-
-
-def _or(masks: Masks, values: Masks) -> Array:
-    (a, b), (x, y) = masks, values
-    return (a | b) & (a | ~x) & (b | ~y)
-
-
-def _any(masks: Masks, values: Masks) -> Array:
-    total = masks[0]
-    for mask in masks[1:]:
-        total = total | mask
-    return total
-
-
-def _shift(run: Callable[..., Any], amount: int, moved: int) -> Callable[[Masks, Masks], Array]:
-    """A shift: the undefined bits move like the value; an undefined amount spoils everything."""
-
-    def precise(masks: Masks, values: Masks) -> Array:
-        arguments = [values[amount], masks[moved]] if moved > amount else [masks[moved], values[amount]]
-        return np.where(masks[amount] != 0, ALL, run(*arguments).view(np.uint32))
-
-    return precise
-
-
-def _combine_three(run: Callable[..., Any]) -> Callable[[Masks, Masks], Array]:
-    """Logic of three sources, after shifts by defined amounts: where the result depends on undefined bits."""
-
-    def precise(masks: Masks, values: Masks) -> Array:
-        low = [v & ~m for v, m in zip(values, masks, strict=True)]
-        high = [v | m for v, m in zip(values, masks, strict=True)]
-        base = run(*low)
-        changed = base ^ run(*high)
-        for k in range(3):
-            mixed = [high[n] if n == k else low[n] for n in range(3)]
-            opposite = [low[n] if n == k else high[n] for n in range(3)]
-            changed = changed | (base ^ run(*mixed)) | (base ^ run(*opposite))
-        return np.asarray(changed, np.uint32)
-
-    return precise
-
-
-def _shift_or(masks: Masks, values: Masks) -> Array:
-    moved = np.where(masks[1] != 0, ALL, masks[0] << (values[1] & _31))
-    return _or([moved, masks[2]], [values[0] << (values[1] & _31), values[2]])
-
-
-def _and_or(masks: Masks, values: Masks) -> Array:
-    return _or([_and(masks[:2], values[:2]), masks[2]], [values[0] & values[1], values[2]])
-
-
-def _select(masks: Masks, values: Masks) -> Array:
-    return np.where(masks[2] != 0, ALL, np.where(values[2], masks[1], masks[0]))
 
 
 def _permute(masks: Masks, values: Masks) -> Array:
@@ -109,7 +56,8 @@ def permute_bytes(a: Array, b: Array, selector: Array, *, constants: bool = True
 
 
 def _bfe_u(a: Array, offset: Array, width: Array) -> Array:
-    return (a >> (offset & _31)) & ((U(1) << (width & _31)) - U(1))
+    field: Array = (a >> (offset & _31)) & ((U(1) << (width & _31)) - U(1))
+    return field
 
 
 def _bfe_i(a: Array, offset: Array, width: Array) -> Array:
@@ -182,7 +130,7 @@ def _make_shifts() -> dict[str, VectorOp]:
         "ashrrev_i16": (lambda n, a: (_short(a) >> (n & U(15)).view(np.int32)).view(np.uint32) & _LOW, "uu"),
     }
     for name, (run, kinds) in runs.items():
-        table[name] = VectorOp(run, kinds, precise=_shift(run, 0, 1))
+        table[name] = VectorOp(run, kinds, precise=pass_shift(run, 0, 1))
     table["lshlrev_b64"] = VectorOp(lambda n, a: a << (n.astype(np.uint64) & _63), "uq", "q")
     table["lshrrev_b64"] = VectorOp(lambda n, a: a >> (n.astype(np.uint64) & _63), "uq", "q")
     table["ashrrev_i64"] = VectorOp(lambda n, a: a >> (n & U(63)).astype(np.int64), "us", "q")
@@ -191,20 +139,20 @@ def _make_shifts() -> dict[str, VectorOp]:
 
 OPERATIONS: dict[str, VectorOp] = {
     **_make_shifts(),
-    "mov_b32": VectorOp(lambda a: a, "u", precise=_move),
-    "not_b32": VectorOp(lambda a: ~a, "u", precise=_move),
-    "accvgpr_read_b32": VectorOp(lambda a: a, "u", precise=_move),
-    "accvgpr_write_b32": VectorOp(lambda a: a, "u", precise=_move),
-    "accvgpr_mov_b32": VectorOp(lambda a: a, "u", precise=_move),
+    "mov_b32": VectorOp(lambda a: a, "u", precise=pass_move),
+    "not_b32": VectorOp(lambda a: ~a, "u", precise=pass_move),
+    "accvgpr_read_b32": VectorOp(lambda a: a, "u", precise=pass_move),
+    "accvgpr_write_b32": VectorOp(lambda a: a, "u", precise=pass_move),
+    "accvgpr_mov_b32": VectorOp(lambda a: a, "u", precise=pass_move),
     "bfrev_b32": VectorOp(_reverse_bits, "u", precise=lambda m, v: _reverse_bits(m[0])),
     "ffbh_u32": VectorOp(_first_high, "u"),
     "ffbl_b32": VectorOp(_first_low, "u"),
     "ffbh_i32": VectorOp(_first_sign, "u"),
     "bcnt_u32_b32": VectorOp(lambda a, b: np.bitwise_count(a).astype(np.uint32) + b, "uu"),
-    "and_b32": VectorOp(lambda a, b: a & b, "uu", precise=_and),
-    "or_b32": VectorOp(lambda a, b: a | b, "uu", precise=_or),
-    "xor_b32": VectorOp(lambda a, b: a ^ b, "uu", precise=_any),
-    "xnor_b32": VectorOp(lambda a, b: ~(a ^ b), "uu", precise=_any),
+    "and_b32": VectorOp(lambda a, b: a & b, "uu", precise=pass_and),
+    "or_b32": VectorOp(lambda a, b: a | b, "uu", precise=pass_or),
+    "xor_b32": VectorOp(lambda a, b: a ^ b, "uu", precise=pass_any),
+    "xnor_b32": VectorOp(lambda a, b: ~(a ^ b), "uu", precise=pass_any),
     "add_u32": VectorOp(lambda a, b: a + b, "uu"),
     "sub_u32": VectorOp(lambda a, b: a - b, "uu"),
     "subrev_u32": VectorOp(lambda a, b: b - a, "uu"),
@@ -244,11 +192,11 @@ OPERATIONS: dict[str, VectorOp] = {
     "xad_u32": VectorOp(lambda a, b, c: (a ^ b) + c, "uuu"),
     "lshl_add_u32": VectorOp(lambda a, b, c: (a << (b & _31)) + c, "uuu"),
     "add_lshl_u32": VectorOp(lambda a, b, c: (a + b) << (c & _31), "uuu"),
-    "lshl_or_b32": VectorOp(lambda a, b, c: (a << (b & _31)) | c, "uuu", precise=_shift_or),
-    "and_or_b32": VectorOp(lambda a, b, c: (a & b) | c, "uuu", precise=_and_or),
-    "or3_b32": VectorOp(lambda a, b, c: a | b | c, "uuu", precise=_combine_three(lambda a, b, c: a | b | c)),
+    "lshl_or_b32": VectorOp(lambda a, b, c: (a << (b & _31)) | c, "uuu", precise=pass_shift_or),
+    "and_or_b32": VectorOp(lambda a, b, c: (a & b) | c, "uuu", precise=pass_and_or),
+    "or3_b32": VectorOp(lambda a, b, c: a | b | c, "uuu", precise=pass_logic(lambda a, b, c: a | b | c)),
     "bfi_b32": VectorOp(
-        lambda a, b, c: (a & b) | (~a & c), "uuu", precise=_combine_three(lambda a, b, c: (a & b) | (~a & c))
+        lambda a, b, c: (a & b) | (~a & c), "uuu", precise=pass_logic(lambda a, b, c: (a & b) | (~a & c))
     ),
     "bfe_u32": VectorOp(
         _bfe_u, "uuu", precise=lambda m, v: np.where((m[1] | m[2]) != 0, ALL, _bfe_u(m[0], v[1], v[2]))
@@ -265,7 +213,7 @@ OPERATIONS: dict[str, VectorOp] = {
         lambda a, b, c: (((a.astype(np.uint64) << np.uint64(32)) | b) >> ((c & U(3)) * U(8))).astype(np.uint32), "uuu"
     ),
     "sad_u32": VectorOp(lambda a, b, c: np.where(a > b, a - b, b - a) + c, "uuu"),
-    "cndmask_b32": VectorOp(lambda a, b, m: np.where(m, b, a), "uum", precise=_select),
+    "cndmask_b32": VectorOp(lambda a, b, m: np.where(m, b, a), "uum", precise=pass_select),
     "add_co_u32": VectorOp(_carry, "uu", "k"),
     "addc_co_u32": VectorOp(_carry, "uum", "k"),
     "sub_co_u32": VectorOp(_borrow, "uu", "k"),
@@ -337,7 +285,7 @@ def build_bitop(i: Instruction, half: bool) -> Decoded | None:
         return result & _LOW if half else result
 
     plain = Instruction(i.op, i.operands, {}, i.line, i.text)
-    return build_vector(plain, VectorOp(run, "uuu", precise=_combine_three(run)), "", False)
+    return build_vector(plain, VectorOp(run, "uuu", precise=pass_logic(run)), "", False)
 
 
 def build_mad_64(i: Instruction, run: Callable[..., Any]) -> Decoded | None:

@@ -106,7 +106,7 @@ def _median(a: Array, b: Array, c: Array) -> Array:
 
 
 def _fraction(a: Array) -> Array:
-    return np.minimum(a - np.floor(a), F(np.nextafter(F(1), F(0))))
+    return np.asarray(np.minimum(a - np.floor(a), np.nextafter(F(1), F(0))), np.float32)
 
 
 def _binary64(function: Callable[..., Any], count: int) -> VectorOp:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from mmcompile.emulate.launch import Launch, Report
@@ -74,3 +76,68 @@ def launch(compiled, grid, arguments, *, inputs: int = 0, unknown: tuple[int, ..
     finally:
         for address, array in arrays:
             array.reshape(-1).view(np.uint8)[:] = memory.contents(address)
+
+
+HEADER = """	.amdgcn_target "amdgcn-amd-amdhsa--gfx950"
+	.text
+	.type	snippet,@function
+snippet:
+"""
+FOOTER = """	s_endpgm
+.Lfunc_end0:
+	.size	snippet, .Lfunc_end0-snippet
+	.amdhsa_kernel snippet
+		.amdhsa_kernarg_size 16
+		.amdhsa_private_segment_fixed_size 64
+		.amdhsa_user_sgpr_count 2
+		.amdhsa_user_sgpr_kernarg_segment_ptr 1
+		.amdhsa_system_sgpr_workgroup_id_x 1
+	.end_amdhsa_kernel
+	.amdgpu_metadata
+amdhsa.kernels:
+  - .args:
+      - .offset: 0
+        .size: 8
+        .value_kind: global_buffer
+      - .offset: 8
+        .size: 8
+        .value_kind: global_buffer
+    .group_segment_fixed_size: 0
+    .name: snippet
+	.end_amdgpu_metadata
+"""
+
+
+@dataclass
+class Snippet:
+    """Looks like a compiled kernel to ``launch``."""
+
+    assembly: str
+    name: str = "snippet"
+    threads: int = 64
+    shared: int = 1024
+
+
+def make_snippet(body: str, inputs: int = 0, outputs: list[str] | None = None, threads: int = 64) -> Snippet:
+    """A kernel around ``body``. Inputs arrive in v1, v2, ...; ``outputs`` are stored. s[4:5] points to the inputs
+    (dwords [inputs, threads]), s[6:7] to the outputs, s2 is the program, v250 holds 4 * thread."""
+    lines = ["s_load_dwordx4 s[4:7], s[0:1], 0x0", "v_lshlrev_b32_e32 v250, 2, v0", "s_waitcnt lgkmcnt(0)"]
+    lines += [f"global_load_dword v{k + 1}, v250, s[4:5] offset:{4 * threads * k}" for k in range(inputs)]
+    lines += ["s_waitcnt vmcnt(0)"] * bool(inputs) + body.strip().split("\n")
+    lines += [
+        f"global_store_dword v250, {register}, s[6:7] offset:{4 * threads * k}"
+        for k, register in enumerate(outputs or [])
+    ]
+    code = "".join(line.strip() + "\n" if line.strip().endswith(":") else f"\t{line.strip()}\n" for line in lines)
+    return Snippet(HEADER + code + FOOTER, threads=threads)
+
+
+def run_snippet(
+    body: str, inputs: list[np.ndarray], outputs: list[str], threads: int = 64, **options
+) -> list[np.ndarray]:
+    """Run one program; inputs and outputs are uint32 [threads]."""
+    snippet = make_snippet(body, len(inputs), outputs, threads)
+    given = np.stack([np.asarray(x, np.uint32) for x in inputs]) if inputs else np.zeros((1, threads), np.uint32)
+    result = np.zeros((max(len(outputs), 1), threads), np.uint32)
+    launch(snippet, 1, [given, result], inputs=1, **options)
+    return list(result)
