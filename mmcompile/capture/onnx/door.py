@@ -53,18 +53,48 @@ def capture_onnx(path: Path, *, fixed: Mapping[str, Any] | None = None) -> Captu
     graph = prepare(model, ports.constants, path.name)
     module = OnnxModule(graph, ports.names, path.name)
     kind = "decoder" if ports.is_decoder else "module"
-    try:
-        captured = capture_module(
-            module, ports.examples, dynamic=ports.dynamic, symbols=ports.symbols, kind=kind, source=path.name
-        )
-    except CaptureError as error:
-        raise _explain(error, str(path)) from error
+    captured = _capture(module, ports, kind, path)
     captured.nvfp4 = {
         module.parameter_names[n].removesuffix(".weight"): parts
         for n, parts in graph.packed.items()
         if n in module.parameter_names
     }
     return captured
+
+
+def _capture(module: OnnxModule, ports: _Ports, kind: str, path: Path) -> Captured:
+    """Export; where the model bounds a dimension (a table of 512 positions), once more within its bounds."""
+    for last in (False, True):
+        try:
+            return capture_module(
+                module, ports.examples, dynamic=ports.dynamic, symbols=ports.symbols, kind=kind, source=path.name
+            )
+        except CaptureError as error:
+            if last or not _narrow(ports.symbols, _whole_text(error)):
+                raise _explain(error, str(path)) from error
+    raise AssertionError("unreachable")
+
+
+def _whole_text(error: BaseException) -> str:
+    text, cause = "", error.__cause__
+    while cause is not None:
+        text, cause = text + str(cause), cause.__cause__ or cause.__context__
+    return text
+
+
+def _narrow(symbols: dict[str, tuple[int, int]], text: str) -> bool:
+    """Take over the bounds that torch suggests for dimensions; False if it asks for anything else or nothing."""
+    suggested = text.partition("Suggested fixes:")[2].partition("\n\n")[0]
+    lines = [line.strip() for line in suggested.splitlines() if line.strip()]
+    found = [re.fullmatch(r"(\w+) = Dim\('\1'((?:, (?:min|max)=\d+)+)\)", line) for line in lines]
+    if not found or not all(found):
+        return False
+    for match in found:
+        assert match is not None
+        bounds = dict(part.split("=") for part in match[2].removeprefix(", ").split(", "))
+        low, high = symbols[match[1]]
+        symbols[match[1]] = (max(low, int(bounds.get("min", low))), min(high, int(bounds.get("max", high))))
+    return True
 
 
 def _explain(error: CaptureError, where: str) -> CaptureError:
@@ -143,7 +173,7 @@ class _Ports:
             if dim.WhichOneof("value") == "dim_value" and dim.dim_value >= 0:
                 shape.append(dim.dim_value)
                 continue
-            symbol = dim.dim_param or f"{name}_{axis}"
+            symbol = dim.dim_param if dim.dim_param not in ("", "?") else f"{name}_{axis}"
             if symbol in self.sizes:
                 used.add(symbol)
                 shape.append(int(self.sizes[symbol]))

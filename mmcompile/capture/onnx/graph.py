@@ -52,6 +52,7 @@ def prepare(model: ModelProto, fixed: dict[str, Constant], where: str) -> Graph:
     graph.steps = _fold(main.steps, graph)
     _turn_weights(graph)
     _merge_bias(graph)
+    _mark_ids(graph, {v.name for v in model.graph.input})
     return graph
 
 
@@ -278,6 +279,13 @@ def _turn(name: str, graph: Graph) -> str:
         if name in graph.packed:
             graph.packed[turned] = graph.packed[name]
     return turned
+
+
+def _mark_ids(graph: Graph, inputs: set[str]) -> None:
+    """Lookups in a stored table by an input of the model: token ids, which are never negative."""
+    for step in graph.steps:
+        if step.op == "Gather" and step.inputs[1] in inputs and step.inputs[0] in graph.constants:
+            step.attributes["ids"] = True
 
 
 def _merge_bias(graph: Graph) -> None:

@@ -46,6 +46,7 @@ def run_step(
         raise CaptureError(
             f"{step.op} cannot be computed on inputs of shape {shapes or 'given by constants'}: {first_line(error)}",
             where=step.place,
+            fix="fix the dynamic dimensions, e.g. --fix NAME=SIZE" if "s" in shapes else "",
         ) from error
     listed = results if isinstance(results, tuple) else (results,)
     named = {n: v for n, v in zip(step.outputs, listed, strict=False) if n}

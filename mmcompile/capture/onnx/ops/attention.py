@@ -32,8 +32,8 @@ def _attention(call: Call) -> Any:
     windows = call.attr("left_window_size", -1), call.attr("right_window_size", -1)
     special = call.attr("softcap", 0.0) or call.has(6) or call.wants(3) or max(windows) >= 0
     special = special or (call.attr("is_causal", 0) and (call.has(3) or call.has(4)))
-    masked = call.has(3) and (call.tensor(3).dtype == torch.bool or call.tensor(3).shape[-1] != k.shape[2])
-    if special or masked or q.dtype.itemsize == 2:
+    short = call.has(3) and call.tensor(3).shape[-1] != k.shape[2]
+    if special or short:
         y, scores = _spell_out(call, q, k, v, scale, past)
     else:
         y, scores = _built_in(call, q, k, v, scale), None
@@ -58,7 +58,7 @@ def _find_bias(call: Call, q: Tensor, k: Tensor, past: Any) -> Tensor | None:
         bias = call.tensor(3)
         missing = keys - bias.shape[-1]
         bias = torch.where(bias, zero, lowest) if bias.dtype == torch.bool else bias
-        bias = bias if isinstance(missing, int) and missing == 0 else F.pad(bias, [0, missing], value=-math.inf)
+        bias = bias if missing == 0 else F.pad(bias, [0, missing], value=-math.inf)
     lengths = call.tensor(6).reshape(-1, 1, 1, 1) if call.has(6) else None
     offset = lengths - queries if lengths is not None and not call.has(4) else past
     place = torch.arange(queries)[:, None] + offset
@@ -85,7 +85,7 @@ def _spell_out(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, past: 
     repeats = q.shape[1] // k.shape[1]
     if repeats != 1:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    root = torch.tensor(math.sqrt(scale), dtype=q.dtype)
+    root = math.sqrt(scale)
     scores = torch.matmul(q * root, k.transpose(-1, -2) * root)
     mode, cap = call.attr("qk_matmul_output_mode", 0), call.attr("softcap", 0.0)
     shown = scores

@@ -52,7 +52,9 @@ def _cast(call: Call) -> Host | None:
         return None if array.dtype == object else array.astype(np.float64)
     if to in (TensorProto.INT64, TensorProto.INT32):
         return array if array.dtype == object else array.astype(np.int64)
-    return array.astype(bool) if to == TensorProto.BOOL and array.dtype != object else None
+    if to == TensorProto.BOOL:
+        return np.array([bool(item) for item in array.reshape(-1).tolist()]).reshape(array.shape)
+    return None
 
 
 def _take(call: Call) -> Host | None:

@@ -16,7 +16,7 @@ from mmcompile.capture.onnx.values import Call, Constant
 def _matmul(call: Call) -> Tensor:
     """A product with a weight becomes a linear layer, whose weight is [n, k] (see graph.turn_weights)."""
     if call.attr("turned"):
-        return F.linear(call.tensor(0), call.tensor(1))
+        return F.linear(call.tensor(0), call.tensor(1), call.maybe(2))
     return torch.matmul(call.tensor(0), call.tensor(1))
 
 
