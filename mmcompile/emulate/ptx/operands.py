@@ -35,6 +35,24 @@ def read_operand(g: Group, blocks: Index, places: Index, element_type: str) -> A
     return read_elements(g.async_shared, index, element_type)
 
 
+def check_published(g: Group, index: Index, size: int) -> None:
+    """What an operation reads through the asynchronous proxy must be published to it when the operation is issued.
+
+    Args:
+        index: first bytes in ``Group.shared`` of pieces of ``size`` bytes.
+
+    Raises EmulationFault("in flight"), in late mode only: a generic write without fence.proxy.async after it.
+    """
+    if not g.late:
+        return
+    every = index.reshape(-1, 1) + np.arange(size)
+    stale = (g.shared[every] != g.async_shared[every]).any(axis=1)
+    if stale.any():
+        place = int(index.reshape(-1)[stale][0]) % g.shared_stride
+        what = f"byte {place} of shared memory is read asynchronously, without fence.proxy.async after its write"
+        raise g.fault("in flight", what)
+
+
 def count_chunk_bytes(element_type: str) -> int:
     """Bytes of a 16-byte chunk that hold elements: the rest is padding, which nobody needs to write."""
     return {"e2m1 padded": 8, "e2m3 padded": 12, "e3m2 padded": 12}.get(element_type, CHUNK)

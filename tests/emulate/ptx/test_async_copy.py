@@ -241,7 +241,7 @@ def outcome(**options):
     [
         ({"wait": ""}, LATE, {"uninitialised"}),
         ({"wait": ""}, {"check_races": True}, {"race"}),
-        ({"fence": ""}, LATE, {"wrong"}),
+        ({"fence": ""}, LATE, {"in flight"}),
         ({"drain": ""}, LATE, {"in flight"}),
         ({"size": "512"}, LATE, {"deadlock", "uninitialised"}),
         ({"size": "2048"}, {}, {"deadlock"}),

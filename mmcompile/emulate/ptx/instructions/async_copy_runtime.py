@@ -12,6 +12,7 @@ from mmcompile.emulate.ptx.faults_at import faults_at_line
 from mmcompile.emulate.ptx.group import Group
 from mmcompile.emulate.ptx.instructions.table import runtime
 from mmcompile.emulate.ptx.mbarriers import Key
+from mmcompile.emulate.ptx.operands import check_published
 from mmcompile.emulate.ptx.tensor_maps import Box, build_map, locate_box, place_box
 
 Lanes = npt.NDArray[np.bool_]
@@ -132,6 +133,9 @@ def load_bulk(g: Group, destinations: Any, sources: Any, sizes: Any, barriers: A
 @runtime
 def store_bulk(g: Group, destinations: Any, sources: Any, sizes: Any, mask: Mask) -> None:
     """cp.async.bulk.global.shared::cta."""
+    for lane in g.active_lanes(mask) if g.late else ():
+        first = int(lane) // g.threads * g.shared_stride + int(sources[lane])
+        check_published(g, first + np.arange(int(sizes[lane])), 1)
 
     def perform(now: Lanes) -> None:
         for lane in np.flatnonzero(now):
@@ -166,6 +170,11 @@ def load_tensor(
 @runtime
 def store_tensor(g: Group, maps: Any, coordinates: list[Any], rows: bool, sources: Any, mask: Mask) -> None:
     """cp.async.bulk.tensor to global memory: what lies outside of the tensor is not written."""
+    for lane in g.active_lanes(mask) if g.late else ():
+        with faults_at_line(g):
+            box, places = _locate(g, int(lane), maps, coordinates, rows, int(sources[lane]))
+        inside = places[box.inside] + int(lane) // g.threads * g.shared_stride
+        check_published(g, inside, box.element_bytes)
 
     def perform(now: Lanes) -> None:
         for lane in np.flatnonzero(now):

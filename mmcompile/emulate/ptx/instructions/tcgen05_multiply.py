@@ -22,7 +22,7 @@ from mmcompile.emulate.ptx.instruction_descriptor import InstructionDescriptor, 
 from mmcompile.emulate.ptx.instructions.matrix import multiply
 from mmcompile.emulate.ptx.instructions.table import runtime
 from mmcompile.emulate.ptx.instructions.tcgen05_transfer import enqueue, find_cells, read_by_tensor_core
-from mmcompile.emulate.ptx.operands import count_chunk_bytes, find_operand, list_chunks, read_operand
+from mmcompile.emulate.ptx.operands import check_published, count_chunk_bytes, find_operand, list_chunks, read_operand
 from mmcompile.emulate.ptx.tensor_memory import LANES, locate_accumulator
 
 Mask = npt.NDArray[np.bool_] | None
@@ -79,7 +79,23 @@ def issue_tensor_core(
             0 if a_scales is None else int(a_scales[lane]), 0 if b_scales is None else int(b_scales[lane]),
             skipped, bool(use_d[lane]), shift,
         )  # fmt: skip
+        _check_published(g, operation)
         enqueue(g, get_state(g), int(lane), lambda agent, operation=operation: _perform(g, agent, operation))
+
+
+def _check_published(g: Group, operation: Operation) -> None:
+    """The operands in shared memory are published to the asynchronous proxy (late mode)."""
+    if not g.late:
+        return
+    shape = operation.shape
+    operands = [(operation.b, shape.columns, shape.b_type, shape.b_transposed)]
+    if not operation.a_in_tensor_memory:
+        operands.append((operation.a, shape.rows, shape.a_type, shape.a_transposed))
+    for bits, rows, element_type, transposed in operands:
+        with faults_at_line(g):
+            places = find_operand(g, parse_tcgen05_descriptor(bits), rows, shape.depth, element_type, transposed)
+        chunks = list_chunks(places, element_type, transposed) + operation.block * g.shared_stride
+        check_published(g, chunks, count_chunk_bytes(element_type))
 
 
 def _perform(g: Group, agent: int, operation: Operation) -> None:

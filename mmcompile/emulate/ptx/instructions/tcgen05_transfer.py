@@ -14,7 +14,7 @@ from mmcompile.emulate.ptx.descriptors import parse_tcgen05_descriptor
 from mmcompile.emulate.ptx.faults_at import faults_at_line
 from mmcompile.emulate.ptx.group import Group
 from mmcompile.emulate.ptx.instructions.table import runtime
-from mmcompile.emulate.ptx.operands import CHUNK, find_operand, list_chunks
+from mmcompile.emulate.ptx.operands import CHUNK, check_published, find_operand, list_chunks
 from mmcompile.emulate.ptx.tensor_memory import EXCLUSIVE_COLUMNS, LANES, locate_access
 
 Lanes = npt.NDArray[np.bool_]
@@ -206,6 +206,8 @@ def copy_to_tensor_memory(
             places = find_operand(g, descriptor, rows, size, "u8", False)
         if target >> 16:
             raise g.fault("illegal", f"tcgen05.cp to tensor memory lane {target >> 16}")
+
+        check_published(g, list_chunks(places, "u8", False) + block * g.shared_stride, CHUNK)
 
         def perform(agent: int, block: int = block, target: int = target, places: Index = places) -> None:
             read_by_tensor_core(g, agent, block, list_chunks(places, "u8", False))

@@ -16,10 +16,11 @@ from mmcompile.emulate.ptx import fragments
 from mmcompile.emulate.ptx.async_state import at_line, get_state
 from mmcompile.emulate.ptx.descriptors import MatrixDescriptor, parse_wgmma_descriptor
 from mmcompile.emulate.ptx.emitter import Emitter
+from mmcompile.emulate.ptx.faults_at import faults_at_line
 from mmcompile.emulate.ptx.group import Group
 from mmcompile.emulate.ptx.instructions.matrix import gather_a, multiply
 from mmcompile.emulate.ptx.instructions.table import runtime, translates
-from mmcompile.emulate.ptx.operands import find_operand, list_chunks, read_operand
+from mmcompile.emulate.ptx.operands import CHUNK, check_published, find_operand, list_chunks, read_operand
 from mmcompile.emulate.ptx.parser import Instruction, Operand
 
 Lanes = npt.NDArray[np.bool_]
@@ -147,6 +148,7 @@ def issue_wgmma(g: Group, form: WgmmaForm, a: Any, b: Any, use_d: Lanes, mask: M
     state = get_state(g)
     before = [g.registers[register] for register in form.a]
     if g.late and lanes.any():
+        _check_published(g, form, a, b, lanes)
         state.registers.begin(form.d, lanes)
 
     def perform(now: Lanes) -> None:
@@ -154,6 +156,20 @@ def issue_wgmma(g: Group, form: WgmmaForm, a: Any, b: Any, use_d: Lanes, mask: M
         _perform(g, form, a, b, use_d, now)
 
     state.wgmma.add(lanes, at_line(g, perform))
+
+
+def _check_published(g: Group, form: WgmmaForm, a: Any, b: Any, lanes: Lanes) -> None:
+    """The operands in shared memory are published to the asynchronous proxy."""
+    operands = [(b, form.columns, form.b_type, form.b_transposed)]
+    if a is not None:
+        operands.append((a, ROWS, form.a_type, form.a_transposed))
+    for warp in np.flatnonzero(lanes.reshape(-1, WARP).any(axis=1)):
+        for bits, rows, element_type, transposed in operands:
+            descriptor = parse_wgmma_descriptor(int(bits[warp * WARP]))
+            with faults_at_line(g):
+                places = find_operand(g, descriptor, rows, form.depth, element_type, transposed)
+            base = int(warp) * WARP // g.threads * g.shared_stride
+            check_published(g, list_chunks(places, element_type, transposed) + base, CHUNK)
 
 
 def _perform(g: Group, form: WgmmaForm, a: Any, b: Any, use_d: Lanes, lanes: Lanes) -> None:
