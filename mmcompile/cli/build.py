@@ -42,7 +42,7 @@ def build(
     target: Annotated[
         list[str], typer.Option(help="Targets, comma-separated or repeated (mmcompile targets).", metavar="A,B")
     ] = ["cpu"],  # noqa: B006
-    quant: Annotated[str, typer.Option(help="Quantization scheme: none or nvfp4.", metavar="SCHEME")] = "none",
+    quant: Annotated[str, typer.Option(help="Quantization: none, nvfp4 or nvfp4_mxfp8.", metavar="SCHEME")] = "none",
     quant_option: Annotated[
         list[str] | None, typer.Option(help="Option of the scheme; repeat for several.", metavar="KEY=VALUE")
     ] = None,

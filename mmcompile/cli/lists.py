@@ -47,7 +47,7 @@ def targets(as_json: Json = False, debug: Debug = False) -> None:
 
 
 def passes(
-    quant: Annotated[str, typer.Option(help="Quantization scheme: none, nvfp4.", metavar="SCHEME")] = "none",
+    quant: Annotated[str, typer.Option(help="Quantization: none, nvfp4 or nvfp4_mxfp8.", metavar="SCHEME")] = "none",
     kind: Annotated[str, typer.Option(help='"decoder" or "module".')] = "decoder",
     as_json: Json = False,
     debug: Debug = False,

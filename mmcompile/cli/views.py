@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmcompile.cli.console import make_table, mark, print_tables
+from mmcompile.core.formats import WEIGHT_FORMATS
 from mmcompile.core.quantities import format_bytes, format_count
 
 Summary = Mapping[str, Any]
@@ -65,9 +66,9 @@ def print_build(
 def summarise_kinds(summary: Summary) -> str:
     """ "7 kinds of layers in nvfp4 (14 layers); lm_head not: reason"."""
     kinds = summary["quantization"]["kinds"]
-    done = [k for k in kinds if k["outcome"] == summary["quantization"]["scheme"]]
-    rest = [f"{k['kind']} not: {k['outcome']}" for k in kinds if k not in done]
-    counted = [f"{sum(k['count'] for k in done)} layers in {summary['quantization']['scheme']}"] if done else []
+    done = {form: sum(k["count"] for k in kinds if k["outcome"] == form) for form in WEIGHT_FORMATS}
+    rest = [f"{k['kind']} not: {k['outcome']}" for k in kinds if k["outcome"] not in done]
+    counted = [f"{count} layers in {form}" for form, count in done.items() if count]
     return "; ".join((*counted, *rest))
 
 

@@ -182,7 +182,7 @@ class ModelSpec(Record):
 
 
 class QuantizationSpec(Record):
-    """How weights were quantized: scheme and per-layer outcome ("nvfp4" or the reason why not)."""
+    """How weights were quantized: scheme and per-layer outcome (a format or the reason why not)."""
 
     scheme: str = "none"
     options: dict[str, Any] = {}

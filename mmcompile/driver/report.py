@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from mmcompile.core.formats import WEIGHT_FORMATS
 from mmcompile.core.plan import Launch, Manifest, Phase, Plan
 from mmcompile.core.quantities import format_bytes, format_count
 from mmcompile.driver.summary import (
@@ -52,7 +53,7 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The numbers at the top of the page: (value, label)."""
     results = [record["result"] for record in summary["passes"]]
     quantization, cache = summary["quantization"], summary["cache"]
-    quantized = sum(outcome == quantization["scheme"] for outcome in quantization["layers"].values())
+    quantized = sum(outcome in WEIGHT_FORMATS for outcome in quantization["layers"].values())
     figures = [
         (format_count(summary["model"]["parameters"]), "parameters"),
         (f"{quantized} of {len(quantization['layers'])}" if quantization["layers"] else "none", "layers quantized"),

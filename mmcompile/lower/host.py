@@ -9,14 +9,19 @@ from mmcompile.core.graph import full_arguments, infer_meta, source_of
 
 _MM = torch.ops.mm
 _ATEN = torch.ops.aten
+_NVFP4, _MXFP8 = ("packed", "scale", "global_scale"), ("values", "scale")
+# Operation on quantized weights -> the same on dense ones, the parts of the weight, and what decodes them.
 _DENSE = {
-    _MM.linear_nvfp4.default: _MM.linear.default,
-    _MM.qkv_norm_rope_insert_nvfp4.default: _MM.qkv_norm_rope_insert.default,
-}
+    _MM.linear_nvfp4.default: (_MM.linear.default, _NVFP4, _MM.nvfp4_dequantize.default),
+    _MM.linear_mxfp8.default: (_MM.linear.default, _MXFP8, _MM.mxfp8_dequantize.default),
+    _MM.qkv_norm_rope_insert_nvfp4.default: (
+        _MM.qkv_norm_rope_insert.default, _NVFP4, _MM.nvfp4_dequantize.default,
+    ),
+}  # fmt: skip
 
 
 def prepare_for_host(graph_module: fx.GraphModule) -> None:
-    """Decode NVFP4 weights and arrange fp32 ones, in place; both in the phase "load"."""
+    """Decode quantized weights and arrange fp32 ones, in place; both in the phase "load"."""
     decode_weights_at_load(graph_module)
     transpose_wide_weights(graph_module)
     graph_module.recompile()
@@ -29,7 +34,7 @@ def transpose_wide_weights(graph_module: fx.GraphModule) -> None:
     """
     graph = graph_module.graph
     for node in list(graph.nodes):
-        if node.target not in _DENSE.values():
+        if node.target not in {dense for dense, _, _ in _DENSE.values()}:
             continue
         weight = node.args[1]
         rows, columns = weight.meta["val"].shape
@@ -45,21 +50,23 @@ def transpose_wide_weights(graph_module: fx.GraphModule) -> None:
 
 
 def decode_weights_at_load(graph_module: fx.GraphModule) -> None:
-    """linear_nvfp4(x, packed, ...) -> linear(x, nvfp4_dequantize(packed, ...)), in place.
+    """linear_nvfp4(x, packed, ...) -> linear(x, nvfp4_dequantize(packed, ...)), in place; MXFP8 likewise.
+
+    Experts stay packed: a step reads few of them.
 
     The decoded weight depends on weights alone, so lowering puts it into the phase "load". It is rounded to the
     activation dtype, where the reference multiplies by the global scale after the accumulation.
     """
     graph = graph_module.graph
     for node in list(graph.nodes):
-        dense = _DENSE.get(node.target)
-        if dense is None:
+        if node.target not in _DENSE:
             continue
+        dense, names, decode = _DENSE[node.target]
         arguments = full_arguments(node)
         dtype = arguments["x"].meta["val"].dtype
         with graph.inserting_before(node):
-            parts = [arguments.pop(k) for k in ("packed", "scale", "global_scale")]
-            weight = graph.call_function(_MM.nvfp4_dequantize.default, (*parts, dtype))
+            parts = [arguments.pop(k) for k in names]
+            weight = graph.call_function(decode, (*parts, dtype))
             weight.name = f"{parts[0].name}_decoded"
             x = arguments.pop("x")
             call = graph.call_function(dense, (x, weight, *arguments.values()))

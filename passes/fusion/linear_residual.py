@@ -35,13 +35,21 @@ def replacement_nvfp4(
     return _MM.linear_nvfp4.default(x, packed, scale, global_scale, bias, residual, activation)
 
 
+def pattern_mxfp8(x: Any, values: Any, scale: Any, bias: Any, residual: Any, activation: Any) -> Any:
+    return _ADD(_MM.linear_mxfp8.default(x, values, scale, bias, None, activation), residual)
+
+
+def replacement_mxfp8(x: Any, values: Any, scale: Any, bias: Any, residual: Any, activation: Any) -> Any:
+    return _MM.linear_mxfp8.default(x, values, scale, bias, residual, activation)
+
+
 def guard(values: dict[str, Any]) -> str | None:
     x, residual = values["x"], values["residual"]
     if not isinstance(residual, torch.fx.Node) or residual.meta["val"].dim() != x.meta["val"].dim():
         return "what is added is not a tensor of the layer's output shape"
     if residual.meta["val"].dtype != x.meta["val"].dtype:
         return "what is added has another dtype"
-    weight = values["weight"] if "weight" in values else values["packed"]
+    weight = next(values[name] for name in ("weight", "packed", "values") if name in values)
     rows = int(weight.meta["val"].shape[0]) // (2 if values["activation"] == "swiglu" else 1)
     if residual.meta["val"].shape[:-1] != x.meta["val"].shape[:-1] or residual.meta["val"].shape[-1] != rows:
         return "what is added is broadcast"
@@ -51,4 +59,5 @@ def guard(values: dict[str, Any]) -> str | None:
 RULES = [
     Rewrite("linear_residual", pattern, replacement, guard, enough=1),
     Rewrite("linear_nvfp4_residual", pattern_nvfp4, replacement_nvfp4, guard, enough=1),
+    Rewrite("linear_mxfp8_residual", pattern_mxfp8, replacement_mxfp8, guard, enough=1),
 ]

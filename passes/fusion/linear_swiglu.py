@@ -34,6 +34,14 @@ def replacement_nvfp4(x: Any, packed: Any, scale: Any, global_scale: Any, bias: 
     return _MM.linear_nvfp4.default(x, packed, scale, global_scale, bias, None, "swiglu")
 
 
+def pattern_mxfp8(x: Any, values: Any, scale: Any, bias: Any, sizes: Any) -> Any:
+    return _activate(_MM.linear_mxfp8.default(x, values, scale, bias, None, "none"), sizes)
+
+
+def replacement_mxfp8(x: Any, values: Any, scale: Any, bias: Any) -> Any:
+    return _MM.linear_mxfp8.default(x, values, scale, bias, None, "swiglu")
+
+
 def guard(values: dict[str, Any]) -> str | None:
     sizes = values["sizes"]
     if len(sizes) != 2 or sizes[0] != sizes[1]:
@@ -45,4 +53,5 @@ _IRRELEVANT = (("sizes", "the guard demands two equal halves, which is what the 
 RULES = [
     Rewrite("linear_swiglu", pattern, replacement, guard, _IRRELEVANT),
     Rewrite("linear_nvfp4_swiglu", pattern_nvfp4, replacement_nvfp4, guard, _IRRELEVANT),
+    Rewrite("linear_mxfp8_swiglu", pattern_mxfp8, replacement_mxfp8, guard, _IRRELEVANT),
 ]

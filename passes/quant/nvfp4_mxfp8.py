@@ -9,6 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import fx
 
+from mmcompile.core.formats import WEIGHT_FORMATS
 from mmcompile.core.graph import full_arguments
 from mmcompile.core.passes import Match, PassContext, PassResult
 from mmcompile.passes.quant._weights import (
@@ -74,7 +75,7 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
             reason = "an embedding table is read one row a token; quantizing it saves no bandwidth"
             layers.setdefault(name, reason)
     check_exclusions(options.exclude, layers)
-    result.notes = [f"{name}: {outcome}" for name, outcome in layers.items() if outcome not in ("nvfp4", "mxfp8")]
+    result.notes = [f"{name}: {outcome}" for name, outcome in layers.items() if outcome not in WEIGHT_FORMATS]
     return result
 
 
@@ -142,5 +143,5 @@ def _refuse(weight: Any, form: WeightFormat, options: Options, context: PassCont
 def _record(layers: dict[str, str], weight: Any, outcome: str) -> None:
     """Note the outcome of a weight; one that was quantized in another place stays noted as such."""
     name = name_weight(weight)
-    if name and layers.get(name) not in ("nvfp4", "mxfp8"):
+    if name and layers.get(name) not in WEIGHT_FORMATS:
         layers[name] = outcome

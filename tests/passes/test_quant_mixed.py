@@ -10,7 +10,9 @@ from mmcompile.core.formats import mxfp8, nvfp4
 from mmcompile.core.graph import get_parameter
 from mmcompile.core.passes import PassContext
 from mmcompile.core.runner import count_operations, run_passes
-from mmcompile.passes.pipeline import list_passes, whole_graph
+from mmcompile.core.sample_inputs import make_decoder_inputs
+from mmcompile.lower.host import prepare_for_host
+from mmcompile.passes.pipeline import list_passes, rule_file, whole_graph
 
 MM = torch.ops.mm
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
@@ -173,3 +175,28 @@ def test_the_scheme_is_in_the_pipeline_by_its_name():
     assert "nvfp4_mxfp8" in names and "quantize_activations" not in names
     assert "nvfp4_mxfp8" in [p.name for p in list_passes("decoder", "none", stored="nvfp4_mxfp8")]
     assert "nvfp4_mxfp8" not in [p.name for p in list_passes("decoder", "none")]
+
+
+def test_projections_take_the_epilogues_of_dense_ones(standard_decoder):
+    graph = standard_decoder(layers=2)
+    context = PassContext(quantization="nvfp4_mxfp8")
+    passes = [whole_graph("quantize", "passes.quant", "nvfp4_mxfp8")]
+    passes += [whole_graph("fuse", "passes.fusion", "merge_linears")]
+    passes += [rule_file("fuse", "passes.fusion", name) for name in ("linear_swiglu", "linear_residual")]
+    run_passes(graph, passes, context, make_inputs=make_decoder_inputs)
+    calls = graph.graph.find_nodes(op="call_function", target=MM.linear_mxfp8.default)
+    epilogues = [(n.args[5] if len(n.args) > 5 else n.kwargs.get("activation", "none")) for n in calls]
+    assert epilogues.count("swiglu") == 2
+    residuals = [(n.args[4] if len(n.args) > 4 else n.kwargs.get("residual")) for n in calls]
+    assert sum(r is not None for r in residuals) == 4
+
+
+def test_a_cpu_decodes_projections_once_at_load(standard_decoder):
+    graph = standard_decoder(layers=1)
+    quantize(graph)
+    inputs = list(make_decoder_inputs(graph, seed=0).values())
+    before = graph(*inputs)
+    prepare_for_host(graph)
+    counts = count_operations(graph)
+    assert "mm.linear_mxfp8" not in counts and counts["mm.mxfp8_dequantize"] == 7
+    torch.testing.assert_close(graph(*inputs), before, rtol=1e-5, atol=1e-5)

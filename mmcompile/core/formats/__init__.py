@@ -1,1 +1,3 @@
 """Number formats: one module owns each format."""
+
+WEIGHT_FORMATS = ("nvfp4", "mxfp8")
