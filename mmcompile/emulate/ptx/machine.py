@@ -22,7 +22,9 @@ _LANES_TOGETHER = 8192
 """Lanes of the blocks that run side by side: enough to hide the cost of a numpy call, within the caches."""
 _QUANTUM = 64
 """Basic blocks that an interleaved program runs before another gets its turn, at most."""
-_SPIN_LIMIT = 2000
+_BUSY = 256
+"""Basic blocks without polling that count as progress."""
+_SPIN_LIMIT = 500
 """Rounds of nothing but polling, for each resident group, after which a launch counts as deadlocked."""
 
 
@@ -77,7 +79,10 @@ class _Resident:
                 self._start(*waiting.pop())
             scheduler = self.random.choice(self.schedulers) if self.interleaved else self.schedulers[0]
             outcome = self._advance(scheduler)
-            idle = idle + 1 if outcome == "spinning" else 0
+            if outcome == "spinning":
+                idle += 1
+            elif outcome == "done" or scheduler.since_poll > _BUSY:
+                idle = 0
             if idle > _SPIN_LIMIT * len(self.schedulers):
                 raise scheduler.group.fault("deadlock", f"only polling is left: {scheduler.describe()}")
             if outcome == "done":
@@ -85,7 +90,7 @@ class _Resident:
 
     def _start(self, first: int, blocks: list[Dim3]) -> None:
         group = Group(self.state, blocks, first)
-        seed = None if self.launch.schedule == "program" else self.random.randrange(1 << 30)
+        seed = self.random.randrange(1 << 30) if self.launch.schedule == "warp" else None
         self.schedulers.append(Scheduler(group, self.translator, seed))
 
     def _advance(self, scheduler: Scheduler) -> str:

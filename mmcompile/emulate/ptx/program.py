@@ -65,6 +65,15 @@ class Scope:
             scope = scope.parent
         return None
 
+    def find_targets(self, table: str) -> list[str]:
+        """The labels of a list of branch targets."""
+        scope: Scope | None = self
+        while scope is not None:
+            if table in scope.branch_targets:
+                return scope.branch_targets[table]
+            scope = scope.parent
+        raise EmulationFault("malformed assembly", f"unknown branch targets {table}")
+
 
 class Program:
     """A kernel ready for translation.
@@ -155,6 +164,7 @@ class _Inliner:
         self.last_label = ""
         self.line = 0
         self._pending: list[tuple[Instruction, Scope, list[str]]] = []
+        self._tables: list[tuple[Instruction, Scope, str]] = []
 
     def _open(self, parent: Scope | None) -> Scope:
         self.program._scopes += 1
@@ -170,6 +180,8 @@ class _Inliner:
                 if fault.line:
                     raise
                 raise EmulationFault(fault.kind, fault.what, statement.line, statement.text) from fault
+        for instruction, scope, table in self._tables:
+            self._pending.append((instruction, scope, scope.find_targets(table)))
         for instruction, scope, names in self._pending:
             for name in names:
                 label = scope.find_label(name)
@@ -245,20 +257,12 @@ class _Inliner:
         elif op == "brx":
             index, table = split_commas(arguments)
             instruction.operands = [parse_operand(index, self._resolve)]
-            self._pending.append((instruction, self.scope, self._find_targets(table)))
+            self._tables.append((instruction, self.scope, table))
         else:
             instruction.operands = [parse_operand(part, self._resolve) for part in split_commas(arguments)]
         if op == "st" and modifiers[0] == "param":
             self._add_slots(instruction)
         self.program.instructions.append(instruction)
-
-    def _find_targets(self, table: str) -> list[str]:
-        scope: Scope | None = self.scope
-        while scope is not None:
-            if table in scope.branch_targets:
-                return scope.branch_targets[table]
-            scope = scope.parent
-        raise EmulationFault("malformed assembly", f"unknown branch targets {table}")
 
     def _add_return(self, instruction: Instruction) -> None:
         """Leave the inlined function, or the kernel."""

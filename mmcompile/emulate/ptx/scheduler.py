@@ -28,7 +28,7 @@ class Scheduler:
     """Runs the lanes of one group.
 
     ``seed`` None: all warps go together as far as they can. Otherwise every warp is on its own and they take turns in
-    seeded random order.
+    seeded random order. ``since_poll``: basic blocks since a fragment last yielded because it polls.
     """
 
     def __init__(self, group: Group, translator: Translator, seed: int | None = None) -> None:
@@ -40,6 +40,7 @@ class Scheduler:
             self.fragments = [Fragment(0, warps == warp, warp) for warp in range(group.lanes // WARP)]
         self.barriers = BlockBarriers(group, self.fragments)
         self.entered: set[int] = set()
+        self.since_poll = 0
 
     def run(self, quantum: int = _UNLIMITED) -> Outcome:
         """Run until all lanes exited ("done"), every runnable fragment polls ("spinning"), or ``quantum`` blocks."""
@@ -53,7 +54,9 @@ class Scheduler:
                     waiting.yielded = False
                 return "spinning"
             turn = self.random.randint(1, 6) if self.random else _LONG_LOOP
-            left -= self._run_fragment(fragment, min(turn, left))
+            steps = self._run_fragment(fragment, min(turn, left))
+            left -= steps
+            self.since_poll = 0 if fragment.yielded else self.since_poll + steps
             if left <= 0:
                 return "more"
         for queue in self.group.queues.values():

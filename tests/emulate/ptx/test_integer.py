@@ -82,7 +82,9 @@ CASES: dict[str, Reference] = {
     "bfe.s32 %r, %a, 5, 9;": lambda a, b, c: extract(a, 5, 9, sign=True),
     "bfe.u32 %r, %a, 0, 8;": lambda a, b, c: a & 255,
     "bfi.b32 %r, %a, %c, %b, 7;": lambda a, b, c: insert(a, c, b, 7),
-    "and.b32 %x, %c, 63; shr.u32 %y, %c, 26; bfi.b32 %r, %a, %b, %x, %y;": lambda a, b, c: insert(a, b, c & 63, c >> 26),
+    "and.b32 %x, %c, 63; shr.u32 %y, %c, 26; bfi.b32 %r, %a, %b, %x, %y;": (
+        lambda a, b, c: insert(a, b, c & 63, c >> 26)
+    ),
     "prmt.b32 %r, %a, %b, %c;": permute,
     "prmt.b32 %r, %a, %c, 0xb3d6;": lambda a, b, c: permute(a, c, 0xB3D6),
     "popc.b32 %r, %a;": lambda a, b, c: a.bit_count(),
@@ -181,5 +183,6 @@ def test_every_truth_table_of_lop3() -> None:
 
 def test_a_masked_instruction_leaves_the_other_lanes() -> None:
     a, b, _ = OPERANDS
-    results = evaluate("setp.lt.u32 %p, %b, 20; mov.b32 %r, %b; @%p add.u32 %r, %a, 1; @!%p bra E; not.b32 %r, %r; E:", a, b)
+    body = "setp.lt.u32 %p, %b, 20; mov.b32 %r, %b; @%p add.u32 %r, %a, 1; @!%p bra E; not.b32 %r, %r; E:"
+    results = evaluate(body, a, b)
     np.testing.assert_array_equal(results, np.where(b < 20, ~(a + np.uint32(1)), b))
