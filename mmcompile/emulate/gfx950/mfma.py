@@ -200,7 +200,7 @@ def find_unknown(
     spoiled: Any = sides[0][:, places[0], places[1]] | sides[1][:, places[0], places[2]]
     found: Unknowns = []
     for k in range(target.count):
-        mask: Array = spoiled[:, k]
+        mask: Any = spoiled[:, k]
         if c.kind == "vector":
             mask = mask | (w.vector_unknown[c.index + k, w.rows] != 0)
         found.append((target.index + k, np.where(mask, ALL, np.uint32(0))))

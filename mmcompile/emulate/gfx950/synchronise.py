@@ -1,9 +1,9 @@
 """Data races of a launch: barriers, fences and synchronising accesses of gfx950, on ``races.RaceDetector``.
 
 A write spans from its issue to the wait that guarantees it. It is recorded at the wait, so that a barrier publishes
-only drained writes, and checked against the order that held when it was issued. Accesses past the cache of a compute die
-(sc1) and atomics are synchronising; ``buffer_wbl2 sc1`` with ``s_waitcnt vmcnt(0)`` is the release fence, ``buffer_inv sc1``
-the acquire fence (LLVM, "Memory model gfx942").
+only drained writes, and checked against the order that held when it was issued. Accesses past the cache of a compute
+die (sc1) and atomics are synchronising; ``buffer_wbl2 sc1`` with ``s_waitcnt vmcnt(0)`` is the release fence,
+``buffer_inv sc1`` the acquire fence (LLVM, "Memory model gfx942").
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def _unpack(to: str, outputs: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]
 def test_fp4_codes(to, byte):
     for part in range(4):
         codes = CODES[64 * part : 64 * part + 64]
-        body = f"""v_cvt_scalef32_pk_{to}_fp4 {"v[10:11]" if to == "f32" else "v10"}, v1, v2 op_sel:[{byte & 1},{byte >> 1},0]"""
+        target = "v[10:11]" if to == "f32" else "v10"
+        body = f"v_cvt_scalef32_pk_{to}_fp4 {target}, v1, v2 op_sel:[{byte & 1},{byte >> 1},0]"
         outputs = run_snippet(body, [codes << 8 * byte, np.full(64, SCALE)], ["v10", "v11"] if to == "f32" else ["v10"])
         low, high = _unpack(to, outputs)
         assert np.array_equal(low, 2 * E2M1[codes & 15]) and np.array_equal(high, 2 * E2M1[codes >> 4])

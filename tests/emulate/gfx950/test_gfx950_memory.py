@@ -169,9 +169,8 @@ def test_atomics():
 
 
 def test_unknown_instructions_are_listed():
-    snippet = make_snippet(
-        "v_frobnicate_b32 v1, v2\nv_mov_b32_e32 v3, v0\nv_frobnicate_b32 v1, v2\nv_add_f16_e64 v1, v2, v3 op_sel:[1,0,0]"
-    )
+    unknown = "v_frobnicate_b32 v1, v2\n"
+    snippet = make_snippet(f"{unknown}v_mov_b32_e32 v3, v0\n{unknown}v_add_f16_e64 v1, v2, v3 op_sel:[1,0,0]")
     found = list_unknown(snippet.assembly, "snippet")
     assert [(u.form, u.count) for u in found] == [("v_frobnicate_b32", 2), ("v_add_f16_e64 op_sel", 1)]
     with pytest.raises(EmulationFault) as caught:
