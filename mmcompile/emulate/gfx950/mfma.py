@@ -196,11 +196,12 @@ def find_unknown(
         if shape.blocks > 1:
             sides.append(lanes.reshape(-1, shape.blocks, rows))
         else:
-            sides.append(lanes.reshape(-1, 64 // rows, rows).any(axis=1)[:, None])
-    spoiled: Any = sides[0][:, places[0], places[1]] | sides[1][:, places[0], places[2]]
+            grouped: Any = lanes.reshape(-1, 64 // rows, rows)
+            sides.append(grouped.any(axis=1)[:, None])
+    spoiled = sides[0][:, places[0], places[1]] | sides[1][:, places[0], places[2]]
     found: Unknowns = []
     for k in range(target.count):
-        mask: Any = spoiled[:, k]
+        mask = spoiled[:, k]
         if c.kind == "vector":
             mask = mask | (w.vector_unknown[c.index + k, w.rows] != 0)
         found.append((target.index + k, np.where(mask, ALL, np.uint32(0))))
