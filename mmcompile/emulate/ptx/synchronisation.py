@@ -75,6 +75,10 @@ class Order:
         _, shadowed = self.memory.find_shadow(places)
         self._run(self.detector.write, self.global_shadow, group, writers, shadowed)
 
+    def atomic_shared(self, group: Group, index: Index, size: int, lanes: Index | None) -> None:
+        """Atomic accesses of shared memory."""
+        self._shared(self.detector.atomic, group, index, size, lanes)
+
     def load_ordered(
         self, group: Group, space: str, index: Index, size: int, lanes: Index | None, ordering: str
     ) -> None:
@@ -173,4 +177,5 @@ def _find_changes(places: Index, values: Bytes, memory: Bytes, known: npt.NDArra
     _, first, inverse = np.unique(places[different], return_index=True, return_inverse=True)
     kept = values[different] != values[different][first][inverse]
     kept[first] = True
-    return different[kept]
+    changed: Index = different[kept]
+    return changed

@@ -1,4 +1,4 @@
-"""Exchange between the lanes of a warp: shfl, vote, redux, match, elect, activemask (PTX ISA sections of these names)."""
+"""Exchange between the lanes of a warp: shfl, vote, redux, match, elect and activemask (PTX ISA)."""
 
 from __future__ import annotations
 
