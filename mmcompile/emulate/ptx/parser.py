@@ -35,6 +35,9 @@ ADDRESS_SPACES = ("global", "shared", "param", "local", "const")
 _LITERAL = re.compile(r"-?(0[xX][\da-fA-F]+|0[0-7]*|[1-9]\d*)[uU]?$")
 _BITS_LITERAL = re.compile(r"0[fFdD]([\da-fA-F]+)$")
 _MEMORY = re.compile(r"(.+?)\s*([+-]\s*-?\s*(?:0x[\da-fA-F]+|\d+)[uU]?)?$")
+_MODULE_VARIABLE = re.compile(
+    r"(?:^|(?<=;))\s*(?:\.(?:visible|extern|weak)\s+)*\.(shared|global|const)\s+([^;]*);", re.MULTILINE
+)
 _VARIABLE = re.compile(r"(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?\s*(?:=\s*\{?([^};]*)\}?)?\s*$")
 
 
@@ -214,7 +217,7 @@ def parse_module(text: str) -> Module:
         raise EmulationFault("unknown instruction", "clusters of several blocks are not modelled")
     module = Module(text)
     outside = _parse_functions(module, clean)
-    for match in re.finditer(r"(?:^|(?<=;))\s*(?:\.(?:visible|extern|weak)\s+)*\.(shared|global|const)\s+([^;]*);", outside, re.M):
+    for match in _MODULE_VARIABLE.finditer(outside):
         if match[1] == "shared":
             module.add_shared(match[2])
         else:
@@ -266,8 +269,10 @@ def _scan_body(text: str, position: int, line: int) -> tuple[list[Statement], in
     statements: list[Statement] = []
     depth, last = 1, position
     while depth:
-        while text[position] in " \t\n\r;":
+        while position < len(text) and text[position] in " \t\n\r;":
             position += 1
+        if position == len(text):
+            raise EmulationFault("malformed assembly", "the text ends inside a function", line)
         line += text.count("\n", last, position)
         last = position
         if text[position] in "{}":

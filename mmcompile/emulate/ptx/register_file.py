@@ -22,7 +22,11 @@ class RegisterFile:
     """
 
     def __init__(
-        self, append: Callable[[str], None], new_name: Callable[[], str], local: frozenset[int], by_index: frozenset[int]
+        self,
+        append: Callable[[str], None],
+        new_name: Callable[[], str],
+        local: frozenset[int],
+        by_index: frozenset[int],
     ) -> None:
         self._append, self._new_name, self._local, self._by_index = append, new_name, local, by_index
         self._values: dict[int, dict[str, str]] = {}
