@@ -110,6 +110,12 @@ class AsyncOrder:
         if self._g.order:
             self._access("write", self._g.order.shared_shadows[id(self._g)], agent, _spread(places, size))
 
+    def access_mbarriers(self, lanes: Index, places: Index) -> None:
+        """The warps of ``lanes`` arrive at, or test, the mbarriers at bytes ``places`` of the group's shared memory."""
+        if self._g.order:
+            agents, shadow = self._g.agents[lanes].repeat(8), self._g.order.shared_shadows[id(self._g)]
+            self._access("atomic", shadow, agents, _spread(places, 8))
+
     def read_global(self, agent: int, places: Index, size: int) -> None:
         """``agent`` reads bytes [place, place + size) of the arena."""
         if self._g.order:

@@ -72,9 +72,18 @@ def _translate_arrive(emitter: Emitter, instruction: Instruction) -> None:
         emitter.put(state, name, "b64", packed=True)
 
 
-def _keys(g: Group, addresses: Any, lanes: npt.NDArray[np.int64]) -> list[Key]:
+def _note_access(g: Group, addresses: Any, lanes: npt.NDArray[np.int64], *, replaces: bool) -> None:
+    """For the race check init and inval are writes, everything else is atomic: barriers must lie between."""
+    index = g.shared_index(addresses[lanes], 8, lanes)
+    if replaces:
+        g.note_shared_write(index, 8, lanes)
+    else:
+        get_state(g).order.access_mbarriers(lanes, index)
+
+
+def _keys(g: Group, addresses: Any, lanes: npt.NDArray[np.int64], *, replaces: bool = False) -> list[Key]:
     """Block and address of the mbarrier of each lane, checked."""
-    g.shared_index(addresses[lanes], 8, lanes)
+    _note_access(g, addresses, lanes, replaces=replaces)
     blocks = lanes // g.threads
     return [(int(block), int(address)) for block, address in zip(blocks, addresses[lanes], strict=True)]
 
@@ -84,7 +93,7 @@ def set_mbarrier(g: Group, addresses: Any, counts: Any, mask: Mask) -> None:
     """mbarrier.init with ``counts``, or mbarrier.inval if they are None."""
     lanes, barriers = g.active_lanes(mask), get_state(g).mbarriers
     with faults_at_line(g):
-        for lane, key in zip(lanes, _keys(g, addresses, lanes), strict=True):
+        for lane, key in zip(lanes, _keys(g, addresses, lanes, replaces=True), strict=True):
             if counts is None:
                 barriers.invalidate(key)
             else:
@@ -124,7 +133,7 @@ def test_mbarrier(g: Group, addresses: Any, phases: Any, mask: Mask) -> Any:
     result = np.zeros(g.lanes, np.bool_)
     if not len(lanes):
         return result
-    g.shared_index(addresses[lanes], 8, lanes)
+    _note_access(g, addresses, lanes, replaces=False)
     asked = np.stack([lanes // g.threads, addresses[lanes].astype(np.int64), phases[lanes].astype(np.int64) & 1])
     with faults_at_line(g):
         for block, address, phase in asked[:, :1].T if (asked == asked[:, :1]).all() else np.unique(asked, axis=1).T:
