@@ -69,7 +69,7 @@ ONE = {
 
 
 @pytest.mark.parametrize("name", [*THREE, *TWO, *ONE])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(a=WORDS, b=WORDS, c=WORDS)
 def test_integer_instructions(name, a, b, c):
     table, count = next((t, n) for t, n in ((THREE, 3), (TWO, 2), (ONE, 1)) if name in t)
