@@ -8,7 +8,8 @@ from mmcompile.emulate.ptx.program import Program
 
 WITHOUT_RESULT = frozenset(
     ("st", "red", "bar", "barrier", "bra", "brx", "exit", "fence", "membar", "cp", "stmatrix", "tensormap",
-     "setmaxnreg", "griddepcontrol", "nanosleep", "trap", "brkpt", "prefetch", "prefetchu", "discard", "applypriority", "pmevent")
+     "setmaxnreg", "griddepcontrol", "nanosleep", "trap", "brkpt",
+     "prefetch", "prefetchu", "discard", "applypriority", "pmevent")
 )  # fmt: skip
 """Instructions whose operands are all sources."""
 BY_INDEX = ("wgmma", "tcgen05")
