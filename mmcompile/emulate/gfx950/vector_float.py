@@ -45,7 +45,10 @@ def _ldexp(x: Array, n: Any) -> Array:
 
 def div_scale(first: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
     """v_div_scale_f32: numerator or denominator (``first``) scaled by 2^64 where the division needs it, and lanes
-    whose quotient v_div_fmas_f32 must scale back."""
+    whose quotient v_div_fmas_f32 must scale back.
+
+    Not settled: a denormal inverse with a denormal quotient, and quotients that overflow, give NaN in LLVM's sequence.
+    """
     d, n = _exponent(denominator), _exponent(numerator)
     with np.errstate(all="ignore"):
         tiny_inverse = (np.abs(1.0 / denominator.astype(np.float64)) < 2.0**-126) & (denominator != 0)
