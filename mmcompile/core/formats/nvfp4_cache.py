@@ -16,6 +16,8 @@ layout             K        V            readers
 nvfp4.linear       linear   linear       portable; sm_120
 nvfp4.token_quad   linear   token quad   sm_100, sm_103 (trtllm-gen and MSA kernels)
 nvfp4.index        linear   -            index keys
+nvfp4.sm90         lanes    lanes        sm_90; see core/formats/nvfp4_cache_sm90.py
+nvfp4.index_sm90   lanes    -            index keys, sm_90
 =================  =======  ===========  ==========================================================
 
 Source: vLLM's fused_minimax_m3_qknorm_rope_kv_insert and MSA's Q8KV4 indexer. The tag must travel with the buffer: the
@@ -34,6 +36,7 @@ from mmcompile.core.formats import nvfp4
 
 QUANTIZER = "minimax-m3.1"
 LINEAR, TOKEN_QUAD, INDEX = "nvfp4.linear", "nvfp4.token_quad", "nvfp4.index"
+SM90, SM90_INDEX = "nvfp4.sm90", "nvfp4.index_sm90"
 QUAD = 4
 SMALLEST_AMAX = 1e-12
 LARGEST_QUOTIENT = 4096.0
@@ -41,7 +44,7 @@ LARGEST_QUOTIENT = 4096.0
 
 @dataclass(frozen=True)
 class Layout:
-    """Byte layout of a page: its tag, and for each side (K, then V) whether scales are in token quads."""
+    """Byte layout of a page: its tag, and for each side (K, then V) whether scales are in token quads; () for sm_90."""
 
     tag: str
     quads: tuple[bool, ...]
@@ -49,7 +52,13 @@ class Layout:
 
 LAYOUTS = {
     layout.tag: layout
-    for layout in (Layout(LINEAR, (False, False)), Layout(TOKEN_QUAD, (False, True)), Layout(INDEX, (False,)))
+    for layout in (
+        Layout(LINEAR, (False, False)),
+        Layout(TOKEN_QUAD, (False, True)),
+        Layout(INDEX, (False,)),
+        Layout(SM90, ()),
+        Layout(SM90_INDEX, ()),
+    )
 }
 
 
@@ -234,6 +243,8 @@ def _head_dim(cache: Tensor) -> int:
 
 def _check_cache(cache: Tensor, tag: str, head_dim: int, sides: int) -> Layout:
     layout = get_layout(tag)
+    if not layout.quads:
+        raise ValueError(f"pages of the layout {tag!r} are read and written by core.formats.nvfp4_cache_sm90")
     if len(layout.quads) != sides:
         raise ValueError(f"the layout {tag!r} is not one of {'a KV' if sides == 2 else 'an index-key'} cache")
     width = row_bytes(head_dim)
