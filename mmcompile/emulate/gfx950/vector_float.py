@@ -47,7 +47,8 @@ def div_scale(first: Array, denominator: Array, numerator: Array) -> tuple[Array
     """v_div_scale_f32: numerator or denominator (``first``) scaled by 2^64 where the division needs it, and lanes
     whose quotient v_div_fmas_f32 must scale back.
 
-    Not settled: a denormal inverse with a denormal quotient, and quotients that overflow, give NaN in LLVM's sequence.
+    Where both the inverse and the quotient are denormal the denominator is scaled by 2^-64: the manual's pseudocode has
+    2^64, which overflows for the large denominators that this is about, and would make 1 / 1e38 a NaN.
     """
     d, n = _exponent(denominator), _exponent(numerator)
     with np.errstate(all="ignore"):
@@ -63,7 +64,7 @@ def div_scale(first: Array, denominator: Array, numerator: Array) -> tuple[Array
         np.full_like(first, np.nan),
         np.where(is_denominator, scaled, first),
         scaled,
-        np.where(is_denominator, scaled, first),
+        np.where(is_denominator, shrunk, first),
         shrunk,
         np.where(is_numerator, scaled, first),
         scaled,
@@ -83,14 +84,14 @@ def div_fmas(a: Array, b: Array, c: Array, scaled: Array) -> Array:
 
 
 def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """v_div_fixup_f32: the special cases of a division, and the sign."""
+    """v_div_fixup_f32: the special cases of a division, and the sign; a quotient that overflowed on the way is NaN."""
     negative = np.signbit(denominator) ^ np.signbit(numerator)
     sign = np.where(negative, F(-1), F(1))
     difference = _exponent(numerator) - _exponent(denominator)
     bad = ((denominator == 0) & (numerator == 0)) | (np.isinf(denominator) & np.isinf(numerator))
     conditions = [
         np.isnan(numerator), np.isnan(denominator), bad, (denominator == 0) | np.isinf(numerator),
-        np.isinf(denominator) | (numerator == 0), difference < -150, _exponent(denominator) == 255,
+        np.isinf(denominator) | (numerator == 0), difference < -150, np.isnan(quotient),
     ]  # fmt: skip
     choices = [numerator, denominator, F(np.nan) * sign, np.inf * sign, F(0) * sign, F(0) * sign, np.inf * sign]
     shape = np.broadcast_shapes(quotient.shape, denominator.shape, numerator.shape)
