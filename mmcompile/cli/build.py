@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
 def build(
     model: Annotated[
-        str, typer.Argument(help="A name (mmcompile models), HF directory or config.json, .gguf, .onnx, file.py:factory.")
+        str, typer.Argument(help="A name (mmcompile models), HF directory, config.json, .gguf, .onnx, file.py:factory.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to create.")],
     target: Annotated[
@@ -87,9 +87,9 @@ def build(
     from mmcompile.driver import build as run_build
 
     options = BuildOptions(
-        targets=tuple(dict.fromkeys(_split(target))),
+        targets=tuple(dict.fromkeys(split_list(target))),
         quantization=quant,
-        quantization_options=dict(_parse_option(text, "--quant-option") for text in quant_option or ()),
+        quantization_options=parse_options(quant_option, "--quant-option"),
         dtype=dtype,
         cache_dtype=cache_dtype,
         page_size=page_size,
@@ -99,21 +99,27 @@ def build(
         weights=weights,
         strict=strict,
         portable=portable,
-        required=tuple(_split(require or ())),
-        disabled=tuple(_split(disable or ())),
+        required=tuple(split_list(require or ())),
+        disabled=tuple(split_list(disable or ())),
         verify=verify,
         score=score,
         seed=seed,
         attention=attention,
         workers=workers,
-        fixed=dict(_parse_option(text, "--fix") for text in fix or ()),
+        fixed=parse_options(fix, "--fix"),
     )
     with show_progress(silent=as_json) as watch:
         path = run_build(model, out, options, force=force, progress=watch)
     _report(path, watch, as_json)
 
 
-def _split(values: Any) -> list[str]:
+def parse_options(texts: list[str] | None, option: str) -> dict[str, Any]:
+    """Repeated KEY=VALUE of an option as a dictionary; values are JSON, or else strings."""
+    return dict(_parse_option(text, option) for text in texts or ())
+
+
+def split_list(values: Any) -> list[str]:
+    """Comma-separated and repeated names as one list."""
     return [name for value in values for name in value.split(",") if name]
 
 

@@ -1,0 +1,82 @@
+"""The verb ``export``: the graph of a model after a pass, as a file for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from mmcompile.cli.build import parse_options, split_list
+from mmcompile.cli.console import Debug, Json, emit
+from mmcompile.cli.progress import show_progress
+
+_EPILOG = """[b]Examples[/b]
+
+mmcompile export smollm2-135m --format onnx --after standardise --dtype float32 -o smollm2.onnx
+
+mmcompile export smollm2-135m --quant nvfp4 --dtype float32 --nvfp4 function -o smollm2-nvfp4.onnx
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the application."""
+    app.command("export", epilog=_EPILOG)(export)
+
+
+def export(
+    model: Annotated[
+        str, typer.Argument(help="A name, HF directory or config.json, .gguf, .onnx, or file.py:factory.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to create.")],
+    format: Annotated[str, typer.Option(help="onnx.")] = "onnx",
+    after: Annotated[str, typer.Option(help="Pass or phase after which the graph is taken; or capture.")] = "layout",
+    quant: Annotated[str, typer.Option(help="Quantization scheme: none or nvfp4.", metavar="SCHEME")] = "none",
+    quant_option: Annotated[
+        list[str] | None, typer.Option(help="Option of the scheme; repeat for several.", metavar="KEY=VALUE")
+    ] = None,
+    nvfp4: Annotated[
+        str, typer.Option(help="NVFP4 weights as standard FLOAT4E2M1, or by a function over bytes: standard, function.")
+    ] = "standard",
+    dtype: Annotated[str, typer.Option(help="Of weights and activations: bfloat16, float16, float32.")] = "bfloat16",
+    max_context: Annotated[int, typer.Option(help="Tokens per sequence (length of RoPE tables).")] = 2048,
+    weights: Annotated[str, typer.Option(help="auto, real or random.")] = "auto",
+    disable: Annotated[
+        list[str] | None, typer.Option(help="A pass to leave out; repeat for several.", metavar="PASS")
+    ] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(help="Fix a dimension or input of an ONNX model; repeat.", metavar="NAME=VALUE")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write the graph of a model after a pass: standard operators, and mm functions with bodies where there are none.
+
+    A decoder takes its cache as past_key_<i> and past_value_<i> and gives the new one back, for prefill and decode.
+    """
+    from mmcompile.driver import BuildOptions
+    from mmcompile.driver.export import export as run_export
+
+    options = BuildOptions(
+        quantization=quant,
+        quantization_options=parse_options(quant_option, "--quant-option"),
+        dtype=dtype,
+        max_context=max_context,
+        weights=weights,
+        disabled=tuple(split_list(disable or ())),
+        seed=seed,
+        fixed=parse_options(fix, "--fix"),
+    )
+    with show_progress(silent=as_json) as watch:
+        facts = run_export(model, out, options, format=format, after=after, nvfp4=nvfp4, force=force, progress=watch)
+
+    def view(console: Console) -> None:
+        functions = ", ".join(facts["functions"]) or "none"
+        console.print(
+            f"Wrote {facts['path']} after {facts['after']}: {facts['nodes']} nodes, mm functions: {functions}."
+        )
+
+    emit(facts, as_json, view)

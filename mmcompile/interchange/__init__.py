@@ -1,0 +1,1 @@
+"""Interchange: graphs as they go out, in formats that other programs read."""
