@@ -18,7 +18,9 @@ from mmcompile.core.passes import Match
 
 Options = TypeVar("Options", bound=BaseModel)
 
-_MM = torch.ops.mm
+_MM, _ATEN = torch.ops.mm, torch.ops.aten
+_RANKINGS = (_MM.route_top_k.default, _ATEN.topk.default)
+_ROW_STEPS = (_ATEN._to_copy.default, _ATEN.to.dtype, _ATEN._softmax.default, _ATEN.softmax.int)
 
 
 @dataclass(frozen=True)
@@ -79,21 +81,33 @@ def find_heads(graph_module: fx.GraphModule) -> set[fx.Node]:
 
 
 def find_routers(graph_module: fx.GraphModule) -> set[fx.Node]:
-    """Linear nodes that the choice of experts, or their weights, are computed from."""
+    """Linear nodes that choose experts: what an ``mm::moe`` gets its experts and weights from, and what ``route_top_k``
+    or a bare top-k takes through casts and pointwise steps, for experts that no pass has recognised.
+    """
     routers: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    frontier = []
-    for node in graph_module.graph.find_nodes(op="call_function", target=_MM.moe.default):
-        arguments = full_arguments(node)
-        frontier += [arguments["experts"], arguments["weights"]]
-    while frontier:
-        node = frontier.pop()
-        if node.target == _MM.linear.default:
-            routers.add(node)
-        elif node not in seen:
-            seen.add(node)
-            frontier += node.all_input_nodes
+    chosen: list[fx.Node] = []
+    scored: list[fx.Node] = []
+    for node in graph_module.graph.nodes:
+        if node.target == _MM.moe.default:
+            arguments = full_arguments(node)
+            chosen += [arguments["experts"], arguments["weights"]]
+        elif node.target in _RANKINGS:
+            scored.append(node.args[0])
+    for frontier, follow in ((chosen, lambda node: True), (scored, _keeps_places)):
+        seen: set[fx.Node] = set()
+        while frontier:
+            node = frontier.pop()
+            if node.target == _MM.linear.default:
+                routers.add(node)
+            elif node not in seen and follow(node):
+                seen.add(node)
+                frontier += node.all_input_nodes
     return routers
+
+
+def _keeps_places(node: fx.Node) -> bool:
+    """Whether the elements of a row stay that row's, in their places: casts, pointwise steps, softmax."""
+    return node.target in _ROW_STEPS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def make_parts(

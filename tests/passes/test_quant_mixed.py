@@ -147,6 +147,32 @@ def test_stored_weights_are_taken_verbatim(scheme):
         assert "no quantization was asked for" in layers["gate.weight"]
 
 
+class BareRouter(nn.Module):
+    """A router and experts that no pass has recognised."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.gate = nn.Parameter(torch.randn(40, 64)), nn.Linear(64, 4, bias=False)
+        self.bias, self.experts = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4, 64, 64) * 0.1)
+        self.head = nn.Linear(64, 40, bias=False)
+
+    def forward(self, input_ids):
+        x = MM.embedding(input_ids, self.embed)
+        scores = torch.sigmoid(MM.linear(x, self.gate.weight).double())
+        best = torch.topk(scores + self.bias, 1, dim=-1).indices[:, 0]
+        x = torch.bmm(self.experts[best], x[..., None])[..., 0] * scores.gather(1, best[:, None]).float()
+        return MM.linear(x, self.head.weight)
+
+
+def test_a_router_is_found_without_moe():
+    example = {"input_ids": torch.arange(6)}
+    symbols = {"tokens": (2, 64)}
+    graph = capture_module(BareRouter(), example, dynamic={"input_ids": {0: "tokens"}}, symbols=symbols).graph_module
+    _, layers = quantize(graph, lm_head=True)
+    assert "router" in layers["gate.weight"] and layers["head.weight"] == "mxfp8"
+
+
 def test_options():
     graph = export()
     _, layers = quantize(graph, exclude=("q_proj*", "experts.down_proj"), lm_head="true")
