@@ -23,6 +23,8 @@ from mmcompile.passes.pipeline import list_passes, whole_graph
 STANDARDISE = "passes.standardise"
 M3, FLASH = "minimax-m3-tiny", "minimax-m3.1-flash-tiny"
 BLOCK = 16
+ONE = {"num_layers": 1, "sparse_attention_freq": (1,), "moe_layer_freq": (1,)}
+BOTH_SPARSE = {"num_layers": 2, "sparse_attention_freq": (1, 1), "moe_layer_freq": (0, 0)}
 TWO = {"num_layers": 2, "sparse_attention_freq": (0, 1), "moe_layer_freq": (0, 1)}
 LENGTHS = (1, 17, 48, 49, 130)  # the tiny configs choose 3 blocks of 16
 
@@ -91,13 +93,14 @@ def check_logits(before: torch.fx.GraphModule, after: torch.fx.GraphModule, dtyp
 
 @pytest.mark.parametrize(("name", "dtype"), [(M3, torch.bfloat16), (FLASH, torch.float32)])
 def test_our_model_becomes_operations(name, dtype):
-    before, after = standardise_ours(name, dtype)
+    changes = TWO if name == M3 else ONE
+    before, after = standardise_ours(name, dtype, **changes)
     counts = count_operations(after)
-    sparse = sum(MODELS[name].sparse_attention_freq)
-    for operation in ("mm.index_score", "mm.block_top_k", "mm.block_sparse_attention"):
-        assert counts[operation] == sparse
-    assert counts.get("mm.attention", 0) == 3 - sparse
-    assert counts["mm.moe"] == counts["mm.route_top_k"] == 2 and counts["mm.swiglu_oai"] == 3
+    for operation in ("index_score", "block_top_k", "block_sparse_attention", "moe", "route_top_k"):
+        assert counts[f"mm.{operation}"] == 1
+    assert (
+        counts.get("mm.attention", 0) == changes["num_layers"] - 1 and counts["mm.swiglu_oai"] == changes["num_layers"]
+    )
     assert "mm.swiglu" not in counts
     assert {c for c in counts if not c.startswith("mm.")} <= {
         "aten.add.Tensor", "aten.reshape.default", "aten.select.int", "getitem", "aten.to.dtype",
@@ -106,19 +109,19 @@ def test_our_model_becomes_operations(name, dtype):
 
 
 def test_attributes_are_the_config():
-    _, after = standardise_ours(FLASH, torch.float32, local_blocks=2, initial_blocks=1, top_k_blocks=4)
-    (choice, *_) = after.graph.find_nodes(op="call_function", target=torch.ops.mm.block_top_k.default)
+    _, after = standardise_ours(FLASH, torch.float32, **ONE, local_blocks=2, initial_blocks=1, top_k_blocks=4)
+    (choice,) = after.graph.find_nodes(op="call_function", target=torch.ops.mm.block_top_k.default)
     assert list(full_arguments(choice).values())[2:] == [BLOCK, 4, 2, 1]
-    (route, _) = after.graph.find_nodes(op="call_function", target=torch.ops.mm.route_top_k.default)
+    (route,) = after.graph.find_nodes(op="call_function", target=torch.ops.mm.route_top_k.default)
     assert route.args[2:] == (2, 2.0)
-    (moe, _) = after.graph.find_nodes(op="call_function", target=torch.ops.mm.moe.default)
+    (moe,) = after.graph.find_nodes(op="call_function", target=torch.ops.mm.moe.default)
     assert moe.args[6:] == ("swiglu_oai", 1.702, 7.0) and operation_name(moe.args[5].target) == "mm.linear"
 
 
 def test_a_shared_choice_is_one_choice():
-    before, after = standardise_ours(FLASH, torch.float32, index_topk_pattern="FSS")
+    before, after = standardise_ours(FLASH, torch.float32, **BOTH_SPARSE, index_topk_pattern="FS")
     counts = count_operations(after)
-    assert counts["mm.index_score"] == counts["mm.block_top_k"] == 1 and counts["mm.block_sparse_attention"] == 3
+    assert counts["mm.index_score"] == counts["mm.block_top_k"] == 1 and counts["mm.block_sparse_attention"] == 2
     torch.testing.assert_close(run_graph(after, 130), run_graph(before, 130), rtol=0, atol=2e-4)
 
 
@@ -186,9 +189,6 @@ def test_an_indexer_with_one_choice_for_all_heads_is_refused(monkeypatch):
         stand_in(module)
 
 
-ONE = {"num_layers": 1, "sparse_attention_freq": (1,), "moe_layer_freq": (1,)}
-
-
 class SeesAhead(SparseAttention):
     def _see(self, blocks, places):
         return super()._see(blocks, replace(places, future=places.future & False))
@@ -231,37 +231,42 @@ class ClampsUpOnOneSide(MLP):
         return self.down_proj((up + 1.0) * (gate * torch.sigmoid(gate * 1.702)))
 
 
-@pytest.mark.parametrize(
-    ("place", "kind", "rule", "reason"),
-    [
-        ("self_attn", SeesAhead, "block_sparse_attention", "the mask is not that of the chosen blocks"),
-        ("self_attn", SeesWorst, "block_sparse_attention", "it is not a choice of the 3 best blocks"),
-        ("self_attn", ScoresBySum, "block_sparse_attention", "it is not a choice of the 3 best blocks"),
-        ("self_attn", ChoosesOnceForAllHeads, "block_sparse_attention", "for 16 tokens and 2 index heads"),
-        ("mlp.experts", SwapsHalves, "moe", "gate and up are not the first and second half"),
-        ("mlp", WeighsByBiasedScore, "route_top_k", "found getitem where aten.gather.default is needed"),
-        ("mlp.shared_experts", ClampsUpOnOneSide, "swiglu_oai", "up is clamped to None .. 7.0"),
-    ],
+WRONG = (  # layer, module, its class, the rule that nearly matched, and why it did not
+    (0, "self_attn", SeesAhead, "block_sparse_attention", "the mask is not that of the chosen blocks"),
+    (1, "self_attn", SeesWorst, "block_sparse_attention", "it is not a choice of the 3 best blocks"),
+    (2, "self_attn", ScoresBySum, "block_sparse_attention", "it is not a choice of the 3 best blocks"),
+    (3, "self_attn", ChoosesOnceForAllHeads, "block_sparse_attention", "for 16 tokens and 2 index heads"),
+    (0, "mlp.experts", SwapsHalves, "moe", "gate and up are not the first and second half"),
+    (1, "mlp", WeighsByBiasedScore, "route_top_k", "found getitem where aten.gather.default is needed"),
+    (2, "mlp.shared_experts", ClampsUpOnOneSide, "swiglu_oai", "up is clamped to None .. 7.0"),
 )
-def test_near_misses_are_reported_and_left_alone(place, kind, rule, reason):
-    model = minimax_m3.build(replace(MODELS[FLASH], **ONE)).eval()
-    model.model.layers[0].get_submodule(place).__class__ = kind
-    captured = capture(model, torch.float32)
+
+
+def test_near_misses_are_reported_and_left_alone():
+    model = minimax_m3.build(
+        replace(MODELS[FLASH], num_layers=4, sparse_attention_freq=(1,) * 4, moe_layer_freq=(1, 1, 1, 0))
+    )
+    for layer, place, kind, _, _ in WRONG:
+        model.model.layers[layer].get_submodule(place).__class__ = kind
+    captured = capture(model.eval(), torch.float32)
     before = copy_graph(captured.graph_module)
-    misses = [m for m in standardise(captured).near_misses if m.rule == rule]
-    assert any(reason in m.reason for m in misses), misses
+    misses = standardise(captured).near_misses
+    for _, _, kind, rule, reason in WRONG:
+        assert any(m.rule == rule and reason in m.reason for m in misses), (kind, misses)
+    assert "mm.block_sparse_attention" not in count_operations(captured.graph_module)
     torch.testing.assert_close(run_graph(captured.graph_module, 70), run_graph(before, 70), rtol=0, atol=2e-4)
 
 
 def test_paged_caches():
-    _, stateless = standardise_ours(FLASH, torch.float32)
+    _, stateless = standardise_ours(FLASH, torch.float32, **BOTH_SPARSE, index_topk_pattern="FS")
     paged = copy_graph(stateless)
     context = PassContext(cache_dtype="auto", page_size=BLOCK)
     insert = whole_graph("standardise", STANDARDISE, "insert_sparse_cache")
     (report,) = run_passes(paged, [insert], context)
     shapes = {str(n.target): describe_value(value_of(n)) for n in paged.graph.find_nodes(op="placeholder")}
-    assert context.info["kv_layers"] == 3 and len(report.result.matches) == 6
-    assert shapes["kv_cache_2"] == "f32[pages, 2, 16, 32]" and shapes["kv_cache_2_index"] == "f32[pages, 16, 16]"
+    assert context.info["kv_layers"] == 2 and len(report.result.matches) == 3
+    assert shapes["kv_cache_0"] == shapes["kv_cache_1"] == "f32[pages, 2, 16, 32]"
+    assert shapes["kv_cache_0_index"] == "f32[pages, 16, 16]" and "kv_cache_1_index" not in shapes
     assert not {"mm.index_score", "mm.block_sparse_attention"} & set(report.operations)
     ids = torch.randint(0, 512, (100,), generator=torch.Generator().manual_seed(100))
     state = [torch.full((9, *map(int, value_of(n).shape[1:])), torch.nan)
@@ -277,7 +282,7 @@ def test_paged_caches():
 
 
 def test_a_page_must_be_a_block():
-    _, stateless = standardise_ours(FLASH, torch.float32)
+    _, stateless = standardise_ours(FLASH, torch.float32, **ONE)
     insert = whole_graph("standardise", STANDARDISE, "insert_sparse_cache")
     with pytest.raises(LoweringError, match="a page holds 64 tokens, block-sparse attention with blocks of 16"):
         run_passes(copy_graph(stateless), [insert], PassContext(cache_dtype="auto", page_size=64))
