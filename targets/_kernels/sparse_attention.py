@@ -20,19 +20,19 @@ from mmcompile.targets._kernels.common import (
     short_dtype,
     symbol_parameters,
 )
-from mmcompile.targets._kernels.sparse_common import find_owner, load_span, refuse_paged, refuse_static
+from mmcompile.targets._kernels.sparse_common import (
+    cache_label,
+    find_owner,
+    load_page_tile,
+    load_span,
+    refuse_paged,
+    refuse_static,
+)
+from mmcompile.targets._kernels.sparse_nvfp4 import cache_intrinsics, decoded_factor, is_nvfp4
 
 SPLIT_TOKENS = (4, 16, 64)
 OWNERS = 128
 LARGEST_SELECTION = 64
-
-
-@triton.jit
-def load_page_tile(kv_cache, page, kv_head, key, visible, width, valid_width, PAGE_STRIDE: tl.constexpr,
-                   HEAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr):
-    """Rows ``key`` [n] of one page at the columns ``width`` [d] -> [n, d]; invisible rows are 0 and not read."""
-    rows = kv_cache + page.to(tl.int64) * PAGE_STRIDE + kv_head * HEAD_STRIDE + key[:, None] * ROW_STRIDE
-    return tl.load(rows + width[None, :], mask=visible[:, None] & valid_width[None, :], other=0.0)
 
 
 @triton.jit
@@ -42,7 +42,8 @@ def tile_sparse_token(token, kv_head, split, q, kv_cache, blocks, block_table, t
                       PAGE_SIZE: tl.constexpr, CHOSEN_STRIDE: tl.constexpr, SELECTION_STRIDE: tl.constexpr,
                       COUNT: tl.constexpr, SHARING: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
                       GROUP_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
-                      N_BLOCK: tl.constexpr, SPLITS: tl.constexpr, OWNERS: tl.constexpr, SCALE_LOG2: tl.constexpr):
+                      N_BLOCK: tl.constexpr, SPLITS: tl.constexpr, OWNERS: tl.constexpr, SCALE_LOG2: tl.constexpr,
+                      V_SCALE: tl.constexpr):
     """Attention of one token, the heads of one KV head, over one of SPLITS equal parts of its COUNT chosen blocks.
 
     SHARING KV heads read one selection. With SPLITS == 1 the rows go to ``result``; else the unnormalised rows to
@@ -73,14 +74,15 @@ def tile_sparse_token(token, kv_head, split, q, kv_cache, blocks, block_table, t
         page = tl.load(table + block, mask=used, other=0)
         key = index % STEPS * N_BLOCK + tl.arange(0, N_BLOCK)
         visible = key < tl.where(used, tl.minimum(own - block * PAGE_SIZE + 1, PAGE_SIZE), 0)
-        keys = load_page_tile(kv_cache, page, kv_head, key, visible, width, in_width, PAGE_STRIDE, HEAD_STRIDE,
-                              ROW_STRIDE)
-        values = load_page_tile(kv_cache + HEAD_DIM, page, kv_head, key, visible, width, in_width, PAGE_STRIDE,
-                                HEAD_STRIDE, ROW_STRIDE)
-        scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * SCALE_LOG2
+        keys = load_page_tile(kv_cache, page, kv_head, 0, key, visible, HEAD_DIM, D_BLOCK, PAGE_STRIDE, HEAD_STRIDE,
+                              ROW_STRIDE, PAGE_SIZE, query.dtype)
+        values = load_page_tile(kv_cache, page, kv_head, 1, key, visible, HEAD_DIM, D_BLOCK, PAGE_STRIDE, HEAD_STRIDE,
+                                ROW_STRIDE, PAGE_SIZE, query.dtype)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE_LOG2
         scores = tl.where(visible[None, :], scores, float("-inf"))
-        maximum, total, accumulator = update_softmax(scores, values.to(query.dtype), maximum, total, accumulator)
+        maximum, total, accumulator = update_softmax(scores, values, maximum, total, accumulator)
     row = token.to(tl.int64) * KV_HEADS * GROUP + head
+    accumulator = accumulator * V_SCALE
     if SPLITS == 1:
         accumulator = accumulator / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(result + row[:, None] * HEAD_DIM + width[None, :], accumulator.to(result.dtype.element_ty),
@@ -112,7 +114,7 @@ def tile_sparse_tokens(index, kv_head, q, kv_cache, blocks, block_table, table_s
                        COUNT: tl.constexpr, SHARING: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
                        GROUP_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
                        N_BLOCK: tl.constexpr, COUNT_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-                       SCALE_LOG2: tl.constexpr):
+                       SCALE_LOG2: tl.constexpr, V_SCALE: tl.constexpr):
     """Attention of TOKENS consecutive new tokens of one sequence, the heads of one KV head, one row of the tile each.
 
     Walks over the union of the tokens' blocks in ascending order; a block's keys are read once for all of them, and
@@ -148,16 +150,16 @@ def tile_sparse_tokens(index, kv_head, q, kv_cache, blocks, block_table, table_s
             key = start + tl.arange(0, N_BLOCK)
             position = block * PAGE_SIZE + key
             visible = (key < PAGE_SIZE) & (position <= newest)
-            keys = load_page_tile(kv_cache, page, kv_head, key, visible, width, in_width, PAGE_STRIDE, HEAD_STRIDE,
-                                  ROW_STRIDE)
-            values = load_page_tile(kv_cache + HEAD_DIM, page, kv_head, key, visible, width, in_width, PAGE_STRIDE,
-                                    HEAD_STRIDE, ROW_STRIDE)
-            scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * SCALE_LOG2
+            keys = load_page_tile(kv_cache, page, kv_head, 0, key, visible, HEAD_DIM, D_BLOCK, PAGE_STRIDE,
+                                  HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE, query.dtype)
+            values = load_page_tile(kv_cache, page, kv_head, 1, key, visible, HEAD_DIM, D_BLOCK, PAGE_STRIDE,
+                                    HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE, query.dtype)
+            scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE_LOG2
             seen = chosen[:, None] & visible[None, :] & (position[None, :] <= row_own[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-            maximum, total, accumulator = update_softmax(scores, values.to(query.dtype), maximum, total, accumulator)
+            maximum, total, accumulator = update_softmax(scores, values, maximum, total, accumulator)
         block = tl.min(tl.min(tl.where(ids > block, ids, 0x7FFFFFFF), axis=1), axis=0)
-    accumulator = accumulator / tl.where(total > 0.0, total, 1.0)[:, None]
+    accumulator = accumulator * V_SCALE / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(result + (token * KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + width[None, :],
              accumulator.to(result.dtype.element_ty), mask=active[:, None] & in_width[None, :])
 
@@ -181,10 +183,16 @@ def _refuse_phase(phase: str, call: OpCall, spec: TargetSpec, architecture: Arch
     return _refuse(call, spec, architecture)
 
 
+def count_kv_heads(call: OpCall) -> int:
+    """KV heads of the cache: an NVFP4 page has two runs a head."""
+    runs = int(need(call, "kv_cache").shape[1])
+    return runs // 2 if is_nvfp4(call, "kv_cache") else runs
+
+
 def _constants(call: OpCall) -> dict[str, int | float | bool | str]:
     """Constexprs that all kernels share, in the order of their parameters."""
     q, cache, blocks = need(call, "q"), need(call, "kv_cache"), need(call, "blocks")
-    heads, head_dim, kv_heads = int(q.shape[1]), int(q.shape[2]), int(cache.shape[1])
+    heads, head_dim, kv_heads = int(q.shape[1]), int(q.shape[2]), count_kv_heads(call)
     group = heads // kv_heads
     d_block = max(16, next_power_of_two(head_dim))
     keys = 64 if d_block * (4 if q.dtype == "float32" else 2) <= 256 else 32
@@ -199,13 +207,16 @@ def _constants(call: OpCall) -> dict[str, int | float | bool | str]:
 
 
 def _scale(call: OpCall) -> dict[str, int | float | bool | str]:
-    return {"SCALE_LOG2": float(call.attributes["scale"]) * math.log2(math.e)}
+    """What scores are multiplied by to be logarithms to base 2, and values: NVFP4 is decoded to a 256th."""
+    factor = decoded_factor(call, "kv_cache")
+    return {"SCALE_LOG2": float(call.attributes["scale"]) * math.log2(math.e) * factor, "V_SCALE": factor}
 
 
 def _name(call: OpCall, kind: str, *parts: str) -> str:
     q, cache, blocks = need(call, "q"), need(call, "kv_cache"), need(call, "blocks")
-    return kernel_name(f"block_sparse_attention_{kind}", short_dtype(q.dtype), f"kv{short_dtype(cache.dtype)}",
-                       f"{q.shape[1]}x{cache.shape[1]}x{q.shape[2]}", f"page{cache.shape[2]}x{blocks.shape[2]}", *parts)
+    return kernel_name(f"block_sparse_attention_{kind}", short_dtype(q.dtype), f"kv{cache_label(call, 'kv_cache')}",
+                       f"{q.shape[1]}x{count_kv_heads(call)}x{q.shape[2]}",
+                       f"page{cache.shape[2]}x{blocks.shape[2]}", *parts)
 
 
 def _inputs(call: OpCall) -> list[Parameter]:
@@ -218,14 +229,15 @@ def count_splits(call: OpCall, spec: TargetSpec, tokens: int) -> int:
 
     A power of two from 2 to the number of chosen blocks rounded up to one.
     """
-    programs = int(need(call, "kv_cache").shape[1]) * max(tokens // 2, 1)
+    programs = count_kv_heads(call) * max(tokens // 2, 1)
     wanted = 2 * max(spec.units, 1) // programs
     return max(2, min(next_power_of_two(int(need(call, "blocks").shape[2])), 1 << max(wanted, 2).bit_length() - 1))
 
 
-def _emit_token(call: OpCall, splits: int) -> KernelSource:
+def _emit_token(call: OpCall, splits: int, architecture: Architecture) -> KernelSource:
     q, table, (result,) = need(call, "q"), need(call, "block_table"), call.results
     constants = _constants(call) | {"SPLITS": splits, "OWNERS": OWNERS} | _scale(call)
+    intrinsics, ledger = cache_intrinsics(call, "kv_cache", q.dtype, architecture)
     outputs = [pointer("result", result)] if splits == 1 else list(_PARTIALS)
     body = f"""
         tile_sparse_token(tl.program_id(0), tl.program_id(1), tl.program_id(2), q, kv_cache, blocks, block_table,
@@ -238,6 +250,7 @@ def _emit_token(call: OpCall, splits: int) -> KernelSource:
         tiles=[tile_sparse_token], constants=constants,
         parameters=[*_inputs(call), *outputs, *symbol_parameters("batch", table.strides[0])], body=body,
         grid=(str(q.shape[0]), str(constants["KV_HEADS"]), str(splits)), num_warps=4, num_stages=3,
+        intrinsics=intrinsics, ledger=ledger,
     )
 
 
@@ -260,7 +273,7 @@ def _emit_combine(call: OpCall, splits: int) -> KernelSource:
 
 def _emit_split(tokens: int, call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
     splits = count_splits(call, spec, tokens)
-    return _emit_token(call, splits), _emit_combine(call, splits)
+    return _emit_token(call, splits, architecture), _emit_combine(call, splits)
 
 
 def _split_scratch(tokens: int, call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
@@ -270,7 +283,7 @@ def _split_scratch(tokens: int, call: OpCall, spec: TargetSpec) -> tuple[Scratch
 
 
 def _emit_single(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
-    return (_emit_token(call, 1),)
+    return (_emit_token(call, 1, architecture),)
 
 
 def _emit_tokens(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
@@ -282,6 +295,7 @@ def _emit_tokens(call: OpCall, spec: TargetSpec, architecture: Architecture) -> 
         tile_sparse_tokens(tl.program_id(0), tl.program_id(1), q, kv_cache, blocks, block_table, {table.strides[0]},
                            seq_lens, query_start, batch, {q.shape[0]}, result, {", ".join(constants)})
     """
+    intrinsics, ledger = cache_intrinsics(call, "kv_cache", q.dtype, architecture)
     symbols = symbol_parameters("batch", q.shape[0], table.strides[0])
     return (emit_kernel(
         name=_name(call, "tokens"),
@@ -289,7 +303,7 @@ def _emit_tokens(call: OpCall, spec: TargetSpec, architecture: Architecture) -> 
         tiles=[tile_sparse_tokens], constants=constants,
         parameters=[*_inputs(call), pointer("result", result), *symbols],
         body=body, grid=(f"cdiv({q.shape[0]}, {together}) + batch + 1", str(constants["KV_HEADS"]), "1"), num_warps=4,
-        num_stages=2,
+        num_stages=2, intrinsics=intrinsics, ledger=ledger,
     ),)
 
 

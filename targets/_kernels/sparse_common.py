@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from mmcompile.core.kernel import OpCall
-from mmcompile.targets._kernels.common import FLOATS, need
+from mmcompile.targets._kernels.common import FLOATS, need, short_dtype
+from mmcompile.targets._kernels.sparse_nvfp4 import is_nvfp4, refuse_nvfp4
 
 CACHE_DTYPES = (*FLOATS, "float8_e4m3fn")
 LARGEST_PAGE = 256
@@ -37,6 +38,27 @@ def load_span(sequence, query_start, seq_lens, batch, tokens):
     return begin, tl.where(owned, end, tokens) - begin, length
 
 
+@triton.jit
+def load_page_tile(cache, page, head, SIDE: tl.constexpr, key, visible, HEAD_DIM: tl.constexpr,
+                   D_BLOCK: tl.constexpr, PAGE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+                   ROW_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, dtype: tl.constexpr):
+    """Rows ``key`` [n] of one page and head -> dtype [n, D_BLOCK]; invisible rows are 0 and not read.
+
+    SIDE: 0 = the first HEAD_DIM elements of a row (keys), 1 = the next ones (values).
+    """
+    width = tl.arange(0, D_BLOCK)
+    rows = cache + page.to(tl.int64) * PAGE_STRIDE + head * HEAD_STRIDE + key[:, None] * ROW_STRIDE
+    mask = visible[:, None] & (width < HEAD_DIM)[None, :]
+    return tl.load(rows + (width + SIDE * HEAD_DIM)[None, :], mask=mask, other=0.0).to(dtype)
+
+
+def cache_label(call: OpCall, cache: str) -> str:
+    """The cache's format in a kernel name: "bf16", "fp8e4nv", "nvfp4linear", "nvfp4token_quad", "nvfp4index"."""
+    if is_nvfp4(call, cache):
+        return str(call.attributes["layout"]).replace(".", "")
+    return short_dtype(need(call, cache).dtype)
+
+
 def refuse_static(call: OpCall, *names: str) -> str | None:
     """A reason if an operand has a symbolic size or stride behind its first dimension, or a last stride that is not 1.
 
@@ -59,8 +81,8 @@ def refuse_paged(call: OpCall, query: str, cache: str, page_dimension: int) -> s
     q, pages, table = need(call, query), need(call, cache), need(call, "block_table")
     if q.dtype not in FLOATS:
         return f"{query} is {q.dtype}, not one of {', '.join(FLOATS)}"
-    if pages.dtype not in CACHE_DTYPES:
-        return f"{cache} is {pages.dtype}, not one of {', '.join(CACHE_DTYPES)}"
+    if pages.dtype not in CACHE_DTYPES and not is_nvfp4(call, cache):
+        return f"{cache} is {pages.dtype}, not one of {', '.join(CACHE_DTYPES)}, or uint8 for NVFP4"
     for name in ("block_table", "seq_lens", "query_start"):
         if need(call, name).dtype != "int32" or need(call, name).strides[-1] != 1:
             return f"{name} must be int32 with a last stride of 1"
@@ -72,4 +94,6 @@ def refuse_paged(call: OpCall, query: str, cache: str, page_dimension: int) -> s
         return f"page_size is {page_size}, not from 8 to {LARGEST_PAGE}"
     if head_dim > LARGEST_HEAD_DIM:
         return f"head_dim is {head_dim}, above {LARGEST_HEAD_DIM}"
-    return None if len(table.shape) == 2 else "block_table must have two dimensions"
+    if len(table.shape) != 2:
+        return "block_table must have two dimensions"
+    return refuse_nvfp4(call, cache, head_dim) if is_nvfp4(call, cache) else None

@@ -23,7 +23,21 @@ from mmcompile.targets._kernels.common import (
 )
 from mmcompile.targets._kernels.rope import to_cache
 from mmcompile.targets._kernels.sampling import order_key, order_value
-from mmcompile.targets._kernels.sparse_common import CACHE_DTYPES, load_span, refuse_paged, refuse_static
+from mmcompile.targets._kernels.sparse_common import (
+    CACHE_DTYPES,
+    cache_label,
+    load_page_tile,
+    load_span,
+    refuse_paged,
+    refuse_static,
+)
+from mmcompile.targets._kernels.sparse_nvfp4 import (
+    cache_intrinsics,
+    decoded_factor,
+    is_nvfp4,
+    refuse_insertion,
+    tile_insert_index_nvfp4,
+)
 
 INSERT_TOKENS = 8
 DECODE_ROWS, PREFILL_ROWS = 16, 64
@@ -50,7 +64,7 @@ def score_queries(first, begin, queries, length, part, index_q, index_cache, tab
                   Q_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
                   ROW_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, N_BLOCK: tl.constexpr, HEADS: tl.constexpr,
                   HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, D_BLOCK: tl.constexpr,
-                  PAGES: tl.constexpr):
+                  PAGES: tl.constexpr, K_SCALE: tl.constexpr):
     """Scores of ROWS / HEAD_BLOCK new tokens from number ``first`` on, all heads, for PAGES blocks from ``part`` on.
 
     The maximum is taken over integers that order as fp32 does, with NaN on top, so that a NaN product is not lost.
@@ -70,12 +84,12 @@ def score_queries(first, begin, queries, length, part, index_q, index_cache, tab
     stop = tl.minimum(start + PAGES, tl.minimum(used, blocks))
     out = result + (token * HEADS + head) * blocks
     for block in range(start, stop):
-        page = tl.load(table + block).to(tl.int64)
+        page = tl.load(table + block)
         position = block * PAGE_SIZE + key
         valid = (key < PAGE_SIZE) & (position <= newest)
-        keys = tl.load(index_cache + page * PAGE_STRIDE + key[:, None] * ROW_STRIDE + width[None, :],
-                       mask=valid[:, None] & in_width, other=0.0)
-        product = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
+        keys = load_page_tile(index_cache, page, 0, 0, key, valid, DIM, D_BLOCK, PAGE_STRIDE, 0, ROW_STRIDE, PAGE_SIZE,
+                              query.dtype)
+        product = tl.dot(query, tl.trans(keys), input_precision="ieee") * K_SCALE
         seen = valid[None, :] & (position[None, :] <= own[:, None])
         best = tl.max(order_key(tl.where(seen, product, float("-inf"))), axis=1)
         tl.store(out + block, order_value(best), mask=active)
@@ -90,14 +104,14 @@ def tile_score_decode(sequence, part, index_q, index_cache, block_table, table_s
                       tokens, result, blocks, Q_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr,
                       PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
                       N_BLOCK: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                      DIM: tl.constexpr, D_BLOCK: tl.constexpr, PAGES: tl.constexpr):
+                      DIM: tl.constexpr, D_BLOCK: tl.constexpr, PAGES: tl.constexpr, K_SCALE: tl.constexpr):
     """All new tokens of one sequence against PAGES of its blocks; sequence ``batch`` = the rows that nobody owns."""
     begin, queries, length = load_span(sequence, query_start, seq_lens, batch, tokens)
     table = block_table + sequence.to(tl.int64) * table_stride
     for first in range(0, queries, ROWS // HEAD_BLOCK):
         score_queries(first, begin, queries, length, part, index_q, index_cache, table, result, blocks, Q_STRIDE,
                       Q_HEAD_STRIDE, PAGE_STRIDE, ROW_STRIDE, PAGE_SIZE, N_BLOCK, HEADS, HEAD_BLOCK, ROWS, DIM,
-                      D_BLOCK, PAGES)
+                      D_BLOCK, PAGES, K_SCALE)
 
 
 @triton.jit
@@ -105,7 +119,7 @@ def tile_score_prefill(index, part, index_q, index_cache, block_table, table_str
                        tokens, result, blocks, Q_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr,
                        PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
                        N_BLOCK: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                       DIM: tl.constexpr, D_BLOCK: tl.constexpr, PAGES: tl.constexpr):
+                       DIM: tl.constexpr, D_BLOCK: tl.constexpr, PAGES: tl.constexpr, K_SCALE: tl.constexpr):
     """One tile of consecutive new tokens of one sequence against PAGES blocks (slots as in ``find_sequence``)."""
     sequence = find_sequence(index, query_start, batch + 1, ROWS // HEAD_BLOCK)
     begin, queries, length = load_span(sequence, query_start, seq_lens, batch, tokens)
@@ -114,18 +128,19 @@ def tile_score_prefill(index, part, index_q, index_cache, block_table, table_str
         table = block_table + sequence.to(tl.int64) * table_stride
         score_queries(first, begin, queries, length, part, index_q, index_cache, table, result, blocks, Q_STRIDE,
                       Q_HEAD_STRIDE, PAGE_STRIDE, ROW_STRIDE, PAGE_SIZE, N_BLOCK, HEADS, HEAD_BLOCK, ROWS, DIM,
-                      D_BLOCK, PAGES)
+                      D_BLOCK, PAGES, K_SCALE)
 
 
 def _refuse_insert(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
     keys, cache, slots = need(call, "index_k"), need(call, "index_cache"), need(call, "slot_mapping")
     if keys.dtype not in FLOATS:
         return f"index_k is {keys.dtype}, not one of {', '.join(FLOATS)}"
-    if cache.dtype not in CACHE_DTYPES:
-        return f"index_cache is {cache.dtype}, not one of {', '.join(CACHE_DTYPES)}"
+    if cache.dtype not in CACHE_DTYPES and not is_nvfp4(call, "index_cache"):
+        return f"index_cache is {cache.dtype}, not one of {', '.join(CACHE_DTYPES)}, or uint8 for NVFP4"
     if slots.dtype not in ("int32", "int64") or slots.strides[0] != 1:
         return "slot_mapping must be contiguous int32 or int64 [tokens]"
-    return refuse_static(call, "index_k", "index_cache")
+    reason = refuse_static(call, "index_k", "index_cache")
+    return refuse_insertion(call) if reason is None and is_nvfp4(call, "index_cache") else reason
 
 
 def _emit_insert(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
@@ -133,13 +148,17 @@ def _emit_insert(call: OpCall, spec: TargetSpec, architecture: Architecture) -> 
     dim = int(keys.shape[1])
     constants = {"K_STRIDE": row_stride(keys), "PAGE_STRIDE": cache.strides[0], "ROW_STRIDE": cache.strides[1],
                  "PAGE_SIZE": cache.shape[1], "DIM": dim, "D_BLOCK": next_power_of_two(dim), "TOKENS": INSERT_TOKENS}
+    tile = tile_insert_index
+    if is_nvfp4(call, "index_cache"):
+        tile = tile_insert_index_nvfp4
+        constants = {name: value for name, value in constants.items() if name not in ("ROW_STRIDE", "D_BLOCK")}
     return (emit_kernel(
-        name=kernel_name("insert_index", short_dtype(keys.dtype), f"cache{short_dtype(cache.dtype)}", dim),
-        title="Insertion of index keys into the paged index cache.", tiles=[tile_insert_index], constants=constants,
+        name=kernel_name("insert_index", short_dtype(keys.dtype), f"cache{cache_label(call, 'index_cache')}", dim),
+        title="Insertion of index keys into the paged index cache.", tiles=[tile], constants=constants,
         parameters=[pointer("index_k", keys), pointer("index_cache", cache),
                     pointer("slot_mapping", need(call, "slot_mapping")), *symbol_parameters(tokens)],
         body=f"""
-            tile_insert_index(tl.program_id(0), index_k, index_cache, slot_mapping, {tokens}, {", ".join(constants)})
+            {tile.fn.__name__}(tl.program_id(0), index_k, index_cache, slot_mapping, {tokens}, {", ".join(constants)})
         """,
         grid=(f"cdiv({tokens}, {INSERT_TOKENS})", "1", "1"), num_warps=4,
     ),)
@@ -162,6 +181,7 @@ def _constants(call: OpCall, rows: int, pages: int) -> dict[str, int | float | b
         "ROW_STRIDE": cache.strides[1], "PAGE_SIZE": page_size, "N_BLOCK": max(16, next_power_of_two(page_size)),
         "HEADS": heads, "HEAD_BLOCK": next_power_of_two(heads), "ROWS": rows, "DIM": dim,
         "D_BLOCK": max(16, next_power_of_two(dim)), "PAGES": pages,
+        "K_SCALE": decoded_factor(call, "index_cache"),
     }
 
 
@@ -181,14 +201,15 @@ def _emit_score(
         {tile.fn.__name__}(tl.program_id(0), tl.program_id(1), index_q, index_cache, block_table, {table.strides[0]},
                            seq_lens, query_start, batch, {tokens}, result, {blocks}, {", ".join(constants)})
     """
+    intrinsics, ledger = cache_intrinsics(call, "index_cache", q.dtype, architecture)
     programs = "batch + 1" if decode else f"cdiv({tokens}, {queries}) + batch + 1"
     return (emit_kernel(
         name=kernel_name(f"index_score_{'decode' if decode else 'prefill'}", short_dtype(q.dtype),
-                         f"cache{short_dtype(cache.dtype)}", f"{q.shape[1]}x{q.shape[2]}",
+                         f"cache{cache_label(call, 'index_cache')}", f"{q.shape[1]}x{q.shape[2]}",
                          f"page{cache.shape[1]}x{pages}"),
         title=f"Index scores: new tokens of one sequence against {pages} of its blocks.", tiles=[tile],
         constants=constants, parameters=parameters, body=body, grid=(programs, f"cdiv({blocks}, {pages})", "1"),
-        num_warps=4, num_stages=3 if decode else 2,
+        num_warps=4, num_stages=3 if decode else 2, intrinsics=intrinsics, ledger=ledger,
     ),)
 
 

@@ -21,6 +21,16 @@ PLACES = [
     for target in TARGETS for architecture in target.spec.architectures
 ]
 TEMPLATES = (*sparse_index.TEMPLATES, *sparse_top_k.TEMPLATES, *sparse_attention.TEMPLATES, *router.TEMPLATES)
+QUICK = ("insert_index", "paged_index_score_decode4", "paged_index_score_prefill", "block_top_k",
+         "paged_block_sparse_attention_split4", "paged_block_sparse_attention_tokens", "route_top_k", "swiglu_oai")
+"""One of every tile function; the same ones with other splits and cache dtypes are slow tests."""
+KERNELS = [
+    pytest.param(template, cache, id=f"{template.name}-{cache}",
+                 marks=[] if template.name in QUICK and cache == "bfloat16" else [pytest.mark.slow])
+    for template in TEMPLATES
+    for cache in (("bfloat16", "float8_e4m3fn", "uint8") if "index" in template.name or "sparse" in template.name
+                  else ("bfloat16",))
+]
 
 
 def operand(*shape: int | str, dtype: str = "bfloat16") -> Operand:
@@ -45,27 +55,28 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
 
 
 def m3_call(template: KernelTemplate, cache: str) -> OpCall:
-    """The call of MiniMax-M3 that ``template`` serves, with caches of the dtype ``cache``."""
-    index_cache = operand(1000, PAGE, HEAD_DIM, dtype=cache)
+    """The call of MiniMax-M3 that ``template`` serves, with caches of the dtype ``cache``; uint8 = NVFP4."""
+    index_cache = operand(1000, PAGE, 72 if cache == "uint8" else HEAD_DIM, dtype=cache)
+    kv_shape = (1000, 2 * KV_HEADS, PAGE, 72) if cache == "uint8" else (1000, KV_HEADS, PAGE, 2 * HEAD_DIM)
     operands: dict[str, dict[str, Operand | None]] = {
         "insert_index": {"index_k": operand("tokens", HEAD_DIM), "index_cache": index_cache,
                          "slot_mapping": operand("tokens", dtype="int64")},
         "paged_index_score": {"index_q": INDEX_Q, "index_cache": index_cache, **TABLES},
         "block_top_k": {"scores": SCORES, "positions": operand("tokens", dtype="int32")},
-        "paged_block_sparse_attention": {"q": Q, "kv_cache": operand(1000, KV_HEADS, PAGE, 2 * HEAD_DIM, dtype=cache),
-                                         "blocks": CHOSEN, **TABLES},
+        "paged_block_sparse_attention": {"q": Q, "kv_cache": operand(*kv_shape, dtype=cache), "blocks": CHOSEN,
+                                         **TABLES},
         "swiglu_oai": {"gate": HALF, "up": HALF},
         "route_top_k": {"logits": operand("tokens", EXPERTS, dtype="float32"),
                         "bias": operand(EXPERTS, dtype="float32")},
     }
     phase = {"phase": "prefill" if template.name.endswith(("prefill", "_tokens")) else "decode"}
-    attributes = ATTRIBUTES.get(template.op, {}) | phase
+    layout = {"layout": "nvfp4.index" if "index" in template.op else "nvfp4.token_quad"} if cache == "uint8" else {}
+    attributes = ATTRIBUTES.get(template.op, {}) | phase | layout
     return OpCall(template.op, operands[template.op], RESULTS[template.op], attributes)
 
 
 @pytest.mark.parametrize(("target", "architecture"), PLACES)
-@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda t: t.name)
+@pytest.mark.parametrize(("template", "cache"), KERNELS)
 def test_m3_kernels_compile(template: KernelTemplate, cache: str, target: Target, architecture: Architecture):
     call = m3_call(template, cache)
     assert template.refuse(call, target.spec, architecture) is None

@@ -1,0 +1,259 @@
+"""Block-sparse attention of MiniMax-M3 on an NVIDIA GPU: scores, selection, attention against bytes and torch.compile.
+
+python benchmarks/h200_msa.py kit [--batch 1 8 32 64] [--context 4096 32768 262144] [--new 1 8] [--peer eager]
+
+``kit``: the folder that msa_kit.py made. Every kernel is first checked against its operation's reference. "limit" is
+the time of its bytes at the bandwidth that a copy reaches here; cold = successive calls read other pages, together
+more than the L2 cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import print_table
+from cuda.bindings import driver as cu
+from h200_linear import check, measure_copy, time_graph
+from torch import Tensor
+
+import mmcompile.core.ops  # noqa: F401
+from mmcompile.core.expression import evaluate
+
+HEADS, KV_HEADS, INDEX_HEADS, HEAD_DIM, PAGE, TOP_K = 64, 4, 4, 128, 128, 16
+CACHES = ("bfloat16", "float8_e4m3fn")
+OPERATIONS = ("paged_index_score", "block_top_k", "paged_block_sparse_attention")
+COLD_BYTES = 256 << 20
+POOL_BYTES = 6 << 30
+BOUND = 1e-2
+SELECTION = {"block_size": PAGE, "top_k": TOP_K, "local_blocks": 1, "initial_blocks": 0}
+
+
+@dataclass(frozen=True)
+class Load:
+    """One measured size: sequences, tokens of context each, new tokens each."""
+
+    batch: int
+    context: int
+    new: int
+
+    @property
+    def symbols(self) -> dict[str, int]:
+        """Values of the plan's symbols."""
+        return {"tokens": self.batch * self.new, "batch": self.batch, "max_blocks": -(-self.context // PAGE)}
+
+    def count_bytes(self, op: str, size: int) -> int:
+        """Bytes to move: every page once, rows of queries and results; ``size``: bytes of an element of the cache."""
+        tokens, blocks = self.batch * self.new, self.symbols["max_blocks"]
+        scores = tokens * INDEX_HEADS * blocks * 4
+        if op == "paged_index_score":
+            return self.batch * self.context * HEAD_DIM * size + tokens * INDEX_HEADS * HEAD_DIM * 2 + scores
+        if op == "block_top_k":
+            return scores + tokens * INDEX_HEADS * TOP_K * 4
+        pages = min(TOP_K, blocks)
+        return tokens * (KV_HEADS * pages * PAGE * 2 * HEAD_DIM * size + 2 * HEADS * HEAD_DIM * 2)
+
+
+class Kit:
+    """The compiled kernels: picks the entry as the plan would, and launches it on torch's stream."""
+
+    def __init__(self, folder: Path) -> None:
+        self._entries = json.loads((folder / "kit.json").read_text())
+        for entry in self._entries:
+            for launch in entry["launches"]:
+                launch["function"] = self._load(folder, launch)
+
+    @staticmethod
+    def _load(folder: Path, launch: dict[str, Any]) -> Any:
+        module = check(cu.cuModuleLoadData((folder / launch["file"]).read_bytes()))
+        function = check(cu.cuModuleGetFunction(module, launch["name"].encode()))
+        if launch["shared"] > 48 * 1024:
+            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(cu.cuFuncSetAttribute(function, attribute, launch["shared"]))
+        return function
+
+    def find(self, op: str, cache: str, tokens: int) -> dict[str, Any]:
+        """The first entry that admits so many tokens."""
+        return next(e for e in self._entries
+                    if (e["op"], e["cache"]) == (op, cache) and (e["max_tokens"] or 1 << 30) >= tokens)  # fmt: skip
+
+    def run(self, entry: dict[str, Any], values: dict[str, Any], symbols: dict[str, int]) -> None:
+        """Queue the entry's launches; ``values``: tensors by what the launch passes."""
+        for launch in entry["launches"]:
+            given = [values.get(name, symbols.get(name)) for name in launch["arguments"]]
+            kinds = [ctypes.c_int32 if isinstance(a, int) else ctypes.c_void_p for a in given] + [ctypes.c_void_p] * 2
+            arguments = [a.data_ptr() if isinstance(a, Tensor) else a for a in given] + [0, 0]
+            grid = [evaluate(e, symbols) for e in launch["grid"]]
+            stream = torch.cuda.current_stream().cuda_stream
+            check(cu.cuLaunchKernel(launch["function"], *grid, 32 * launch["num_warps"], 1, 1, launch["shared"], stream,
+                                    (tuple(arguments), tuple(kinds)), 0))  # fmt: skip
+
+
+def make_pool(shape: tuple[int, ...], cache: torch.dtype) -> Tensor:
+    """Pages [n, *shape] of random keys and values, POOL_BYTES in all."""
+    count = POOL_BYTES // (torch.Size(shape).numel() * cache.itemsize)
+    pool = torch.empty((count, *shape), dtype=cache, device="cuda")
+    for part in pool.split(max(1, count // 16)):
+        part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16))
+    return pool
+
+
+def make_inputs(load: Load, pages: int) -> dict[str, Tensor]:
+    """Queries, table with random pages, spans, positions, and a random selection with the own block."""
+    symbols, device = load.symbols, "cuda"
+    tokens, blocks = symbols["tokens"], symbols["max_blocks"]
+    table = torch.randint(0, pages, (load.batch, blocks), device=device, dtype=torch.int32)
+    positions = load.context - load.new + torch.arange(tokens, device=device, dtype=torch.int32) % load.new
+    scores = torch.randn((tokens, INDEX_HEADS, blocks), device=device)
+    chosen = torch.ops.mm.block_top_k(scores, positions, **SELECTION)
+    return {
+        "q": torch.randn((tokens, HEADS, HEAD_DIM), device=device).bfloat16(),
+        "index_q": torch.randn((tokens, INDEX_HEADS, HEAD_DIM), device=device).bfloat16(),
+        "block_table": table, "positions": positions, "scores": scores, "blocks": chosen,
+        "seq_lens": torch.full((load.batch,), load.context, device=device, dtype=torch.int32),
+        "query_start": torch.arange(load.batch + 1, device=device, dtype=torch.int32) * load.new,
+    }  # fmt: skip
+
+
+def score_by_torch(index_q: Tensor, cache: Tensor, table: Tensor) -> Tensor:
+    """Scores of one new token a sequence, whose blocks are all full."""
+    keys = cache[table].flatten(1, 2).to(index_q.dtype)
+    return torch.einsum("bhd,bsd->bhs", index_q, keys).float().unflatten(-1, (-1, PAGE)).amax(-1)
+
+
+def select_by_torch(scores: Tensor) -> Tensor:
+    """The blocks by torch.topk: ties as they fall, in order of the score."""
+    return scores.topk(min(TOP_K, scores.shape[-1]), dim=-1).indices.int()
+
+
+def attend_by_torch(q: Tensor, cache: Tensor, blocks: Tensor, table: Tensor) -> Tensor:
+    """Attention of one new token a sequence over the chosen pages, all of them full."""
+    pages = table[:, None, :].expand(-1, KV_HEADS, -1).gather(2, blocks.clamp(min=0).long())
+    heads = torch.arange(KV_HEADS, device=q.device)[:, None]
+    rows = cache[pages, heads].flatten(2, 3).to(q.dtype)
+    grouped = q.unflatten(1, (KV_HEADS, -1))
+    out = torch.nn.functional.scaled_dot_product_attention(grouped, rows[..., :HEAD_DIM], rows[..., HEAD_DIM:])
+    return out.flatten(1, 2)
+
+
+def list_operations(inputs: dict[str, Tensor], index_pool: Tensor, kv_pool: Tensor) -> dict[str, dict[str, Any]]:
+    """By operation: the operands, the attributes, and the operands of torch's function."""
+    paged = {name: inputs[name] for name in ("block_table", "seq_lens", "query_start")}
+    return {
+        "paged_index_score": {
+            "operands": {"index_q": inputs["index_q"], "index_cache": index_pool, **paged}, "attributes": {},
+            "peer": (score_by_torch, (inputs["index_q"], index_pool, inputs["block_table"])),
+        },
+        "block_top_k": {
+            "operands": {"scores": inputs["scores"], "positions": inputs["positions"]}, "attributes": SELECTION,
+            "peer": (select_by_torch, (inputs["scores"],)),
+        },
+        "paged_block_sparse_attention": {
+            "operands": {"q": inputs["q"], "kv_cache": kv_pool, "blocks": inputs["blocks"], **paged},
+            "attributes": {"scale": HEAD_DIM**-0.5},
+            "peer": (attend_by_torch, (inputs["q"], kv_pool, inputs["blocks"], inputs["block_table"])),
+        },
+    }  # fmt: skip
+
+
+def check_result(op: str, result: Tensor, operands: dict[str, Tensor], attributes: dict[str, Any]) -> float:
+    """Relative error against the reference; exact for the selection. AssertionError if it is too large."""
+    want = getattr(torch.ops.mm, op)(**operands, **attributes)
+    if op == "block_top_k":
+        assert torch.equal(result, want), op
+        return 0.0
+    finite = want.isfinite()
+    assert torch.equal(result.isfinite(), finite), op
+    error = float((result.float() - want.float())[finite].norm() / want.float()[finite].norm())
+    assert error < BOUND, (op, error)
+    return error
+
+
+def compile_peers(mode: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """What makes torch's functions fast: torch.compile, or nothing where it cannot run."""
+    torch._dynamo.config.recompile_limit = 64
+    return (lambda f: f) if mode == "eager" else lambda f: torch.compile(f, dynamic=False, mode=mode)
+
+
+def allocate(op: str, entry: dict[str, Any], load: Load) -> dict[str, Tensor]:
+    """The result and the temporary buffers of an operation, by what its launches pass."""
+    symbols = load.symbols
+    results = {
+        "paged_index_score": ((symbols["tokens"], INDEX_HEADS, symbols["max_blocks"]), torch.float32),
+        "block_top_k": ((symbols["tokens"], INDEX_HEADS, TOP_K), torch.int32),
+        "paged_block_sparse_attention": ((symbols["tokens"], HEADS, HEAD_DIM), torch.bfloat16),
+    }
+    shape, dtype = results[op]
+    values = {"result": torch.empty(shape, dtype=dtype, device="cuda")}
+    for scratch in entry["scratch"]:
+        size = [evaluate(n, symbols) for n in scratch["shape"]]
+        values[f"scratch:{scratch['name']}"] = torch.empty(size, dtype=getattr(torch, scratch["dtype"]), device="cuda")
+    return values
+
+
+def measure(kit: Kit, op: str, cache: str, load: Load, pools: tuple[Tensor, Tensor], bandwidth: float, peers: Any,
+            ) -> Iterator[list[object]]:  # fmt: skip
+    """Rows of the table for one operation and size: hot, then cold."""
+    entry, values = kit.find(op, cache, load.symbols["tokens"]), {}
+    moved = load.count_bytes(op, getattr(torch, cache).itemsize)
+    for temperature in ("hot", "cold"):
+        copies = 1 if temperature == "hot" else max(2, min(64, COLD_BYTES // moved))
+        pages = min(pool.shape[0] for pool in pools)
+        sets = [list_operations(make_inputs(load, pages), *pools)[op] for _ in range(copies)]
+        values = allocate(op, entry, load)
+
+        def call(i: int, values=values, sets=sets) -> None:
+            kit.run(entry, values | sets[i]["operands"], load.symbols)
+
+        call(0)
+        torch.cuda.synchronize()
+        error = check_result(op, values["result"], sets[0]["operands"], sets[0]["attributes"])
+        micros, limit, peer = time_graph(call, copies), moved / bandwidth * 1e6, float("nan")
+        if load.new == 1:
+            function = peers(sets[0]["peer"][0])
+            peer = time_graph(lambda i, f=function, s=sets: f(*s[i]["peer"][1]), copies)
+        yield [f"{op} {cache}", load.batch, load.context, load.new, temperature, f"{micros:.2f}", f"{limit:.2f}",
+               f"{limit / micros:.2f}", f"{peer:.1f}", f"{peer / micros:.2f}", f"{error:.1e}"]  # fmt: skip
+
+
+def list_cases() -> list[tuple[str, str]]:
+    """(operation, dtype of the cache); the selection reads no cache."""
+    return [(op, cache) for cache in CACHES for op in OPERATIONS if op != "block_top_k" or cache == CACHES[0]]
+
+
+def main() -> None:
+    """Check, measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kit", type=Path)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 262144], help="multiples of 128")
+    parser.add_argument("--new", type=int, nargs="+", default=[1, 8], help="new tokens a sequence")
+    parser.add_argument("--peer", default="max-autotune-no-cudagraphs", help="a mode of torch.compile, or eager")
+    arguments = parser.parse_args()
+    assert all(context % PAGE == 0 for context in arguments.context), "the contexts must be whole pages"
+    torch.cuda.init()
+    bandwidth = measure_copy()
+    print(torch.cuda.get_device_name(), f"copy {bandwidth / 1e12:.2f} TB/s", "torch", torch.__version__, flush=True)
+    kit, peers = Kit(arguments.kit), compile_peers(arguments.peer)
+    pools = {name: (make_pool((PAGE, HEAD_DIM), getattr(torch, name)),
+                    make_pool((KV_HEADS, PAGE, 2 * HEAD_DIM), getattr(torch, name)))
+             for name in CACHES}  # fmt: skip
+    table = []
+    for load in (Load(b, c, n) for n in arguments.new for c in arguments.context for b in arguments.batch):
+        for op, cache in list_cases():
+            for row in measure(kit, op, cache, load, pools[cache], bandwidth, peers):
+                print(row, flush=True)
+                table.append(row)
+    header = ["kernel", "batch", "context", "new", "L2", "us", "limit us", "limit / ours", "torch us", "torch / ours",
+              "error"]  # fmt: skip
+    print_table("Block-sparse attention, 64/4 heads of 128, 16 pages of 128", header, table)
+
+
+if __name__ == "__main__":
+    main()
