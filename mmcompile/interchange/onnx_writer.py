@@ -164,7 +164,7 @@ def _linear_nvfp4(c: _MmContext, n: fx.Node, a: dict[str, Any]) -> str:
         ]  # fmt: skip
         weight = c.builder.call(make_nvfp4_dequantize(), given, name=name)
     else:
-        codes = c.builder.weight(name, packed, TensorProto.FLOAT4E2M1, [rows, half * 2])
+        codes = c.builder.weight(f"{name}.e2m1", packed, TensorProto.FLOAT4E2M1, [rows, half * 2])
         single = bool((multiplier == multiplier[0]).all())
         whole = c.builder.weight(f"{name}.multiplier", multiplier[0].reshape(()) if single else multiplier)
         wide = c.builder.add(
