@@ -58,7 +58,7 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
             result.near_misses.append(refusal.as_near_miss("moe"))
     for node in list(graph_module.graph.find_nodes(op="call_function", target=mm.moe.default)):
         try:
-            node = _rewrite_router(graph_module, node, result)
+            _rewrite_router(graph_module, node, result)
             _absorb(graph_module, node, result)
         except Refusal as refusal:
             result.near_misses.append(refusal.as_near_miss("route_top_k"))
@@ -159,8 +159,8 @@ def _rewrite_experts(graph_module: fx.GraphModule, found: _Experts, result: Pass
     replace(graph_module, "moe", root, fused, result)
 
 
-def _rewrite_router(graph_module: fx.GraphModule, moe: fx.Node, result: PassResult) -> fx.Node:
-    """Replace ``s / sum(s)`` of the chosen sigmoid scores; other routers stay as they are."""
+def _rewrite_router(graph_module: fx.GraphModule, moe: fx.Node, result: PassResult) -> None:
+    """Replace ``s / sum(s)`` of the chosen sigmoid scores; routers by softmax stay as they are."""
     experts, weights = moe.args[1:3]
     if not (is_getitem(experts, 1) and is_call(experts.args[0], aten.topk.default)):
         raise Refusal(moe, f"the experts come from {describe(experts)}, mm.route_top_k needs aten.topk.default")
@@ -170,7 +170,8 @@ def _rewrite_router(graph_module: fx.GraphModule, moe: fx.Node, result: PassResu
     if is_call(ranking, aten.add.Tensor):
         first, second = ranking.args
         scores, bias = (first, second) if is_call(first, aten.sigmoid.default) else (second, first)
-    scores = expect_call(scores, ranking, aten.sigmoid.default)
+    if not is_call(scores, aten.sigmoid.default):
+        return
     if not topk["largest"] or topk["dim"] not in (-1, 1) or dtype_of(scores) != torch.float32:
         raise Refusal(scores, "the experts are not those with the largest fp32 scores")
     if bias is not None and (dtype_of(bias) != torch.float32 or len(shape_of(bias)) != 1):
@@ -183,7 +184,6 @@ def _rewrite_router(graph_module: fx.GraphModule, moe: fx.Node, result: PassResu
         new_weights, new_experts = (emit(graph_module, weights, operator.getitem, route, i) for i in (0, 1))
     moe.replace_input_with(experts, new_experts)
     replace(graph_module, "route_top_k", weights, new_weights, result)
-    return moe
 
 
 def _check_weights(weights: fx.Node, scores: fx.Node, experts: fx.Node) -> None:
@@ -201,7 +201,8 @@ def _absorb(graph_module: fx.GraphModule, moe: fx.Node, result: PassResult) -> N
     """``moe * scale + shared``: the scale goes to the router's weights, a shared expert is added by the operation."""
     user = next(iter(moe.users)) if len(moe.users) == 1 else None
     route = moe.args[2].args[0]
-    if is_call(user, aten.mul.Tensor) and user.args[0] is moe and isinstance(user.args[1], int | float):
+    has_scale = is_call(user, aten.mul.Tensor) and user.args[0] is moe and isinstance(user.args[1], int | float)
+    if has_scale and is_call(route, mm.route_top_k.default):
         if len(moe.args[2].users) != 1:
             raise Refusal(moe.args[2], "the weights of the experts have other readers, so they cannot take the scale")
         route.args = (*route.args[:3], route.args[3] * float(user.args[1]))
