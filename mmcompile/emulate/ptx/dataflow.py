@@ -33,13 +33,15 @@ class Flow:
 
     Attributes:
         undefined: registers that may be read before they are written. tracked: these, and what depends on them.
-        local, by_index: see ``registers``.
+        packed: tracked registers that only ``mov`` writes, always from the same number of parts. local, by_index: see
+            ``registers``.
     """
 
     def __init__(self, program: Program) -> None:
         self.local, self.by_index = find_block_local(program), find_by_index(program)
         self.undefined = _find_undefined(program)
         self.tracked = self._close(program) if self.undefined else frozenset()
+        self.packed = _find_packed(program, self.tracked)
 
     def list_checks(self, instruction: Instruction) -> list[Check]:
         """Where an undefined value would matter."""
@@ -67,13 +69,40 @@ class Flow:
         written = [register for register in list_writes(instruction) if register in self.tracked]
         if not written:
             return []
+        if instruction.op == "mov" and instruction.operands[0].kind == "vector":
+            parts = self._unpack(instruction, mask)
+            if parts:
+                return parts
         value = self._combine(instruction, read_raw)
         if moved_from and value != "g.everyone":
             value = f"({value})[{moved_from}]"
         lines = [f"d = {value}"]
         for register in written:
             lines.append(f"K[{register}] = " + (f"where({mask}, d, K[{register}])" if mask else "d"))
+            lines += self._note_parts(instruction, register, mask)
         return lines
+
+    def _note_parts(self, instruction: Instruction, register: int, mask: str | None) -> list[str]:
+        """Masks of the parts of a register that is only ever packed from parts: compilers leave some undefined."""
+        if register not in self.packed:
+            return []
+        masks = [self._mask(part) for part in instruction.operands[1].parts]
+        return [
+            f"K[{register}, {n}] = " + (f"where({mask}, {part}, K[{register}, {n}])" if mask else part)
+            for n, part in enumerate(masks)
+        ]
+
+    def _unpack(self, instruction: Instruction, mask: str | None) -> list[str]:
+        """Masks of the results of taking a packed register apart; none if its parts are not followed."""
+        (source,) = self._pick(instruction.operands[1])
+        results = instruction.operands[0].parts
+        if self.packed.get(source) != len(results):
+            return []
+        return [
+            f"K[{r}] = " + (f"where({mask}, K[{source}, {n}], K[{r}])" if mask else f"K[{source}, {n}]")
+            for n, part in enumerate(results)
+            for r in self._pick(part)
+        ]
 
     def _combine(self, instruction: Instruction, read_raw: Callable[[int], str]) -> str:
         """In which lanes the result is defined."""
@@ -106,6 +135,16 @@ class Flow:
                 if instruction.op not in _FROM_MEMORY and not tracked.isdisjoint(list_reads(instruction)):
                     tracked.update(list_writes(instruction))
         return frozenset(tracked)
+
+
+def _find_packed(program: Program, tracked: frozenset[int]) -> dict[int, int]:
+    """Number of parts of the tracked registers that are only written by packing that many parts."""
+    counts: dict[int, set[int]] = {}
+    for instruction in program.instructions:
+        packs = instruction.op == "mov" and instruction.operands[1].kind == "vector"
+        for register in tracked.intersection(list_writes(instruction)):
+            counts.setdefault(register, set()).add(len(instruction.operands[1].parts) if packs else 0)
+    return {register: found.pop() for register, found in counts.items() if len(found) == 1 and 0 not in found}
 
 
 def _find_undefined(program: Program) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +86,8 @@ class Group:
         self.everyone = np.ones(self.lanes, np.bool_)
         self.carry = np.zeros(self.lanes, np.uint64)
         nowhere = np.zeros(self.lanes, np.bool_)
-        self.defined: dict[int, Array] = {register: nowhere for register in launch.undefined}
+        # By register, and by (register, part) for those that are packed from parts.
+        self.defined: dict[Any, Array] = defaultdict(lambda: nowhere, dict.fromkeys(launch.undefined, nowhere))
         self.queues: dict[str, Any] = {}
         self.line, self.spun, self.executed = 0, False, 0
         self._special: dict[str, Array] = {}
@@ -167,7 +169,7 @@ class Group:
         """Something that this run cannot check, for the report."""
         self.launch.unchecked[sentence] = None
 
-    def check_defined(self, defined: dict[int, Array], registers: list[int], what: str, mask: Mask) -> None:
+    def check_defined(self, defined: dict[Any, Array], registers: list[int], what: str, mask: Mask) -> None:
         """Raise EmulationFault("uninitialised") if one of the registers is undefined in an active lane."""
         for register in registers:
             if register in defined:

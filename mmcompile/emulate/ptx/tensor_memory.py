@@ -27,6 +27,10 @@ REGISTERS = {"32x32b": 1, "16x32bx2": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4
 """Registers of one repetition (.x1) of each data movement shape."""
 
 
+_POISON = np.uint32(0xFFFFFFFF)
+"""A NaN in every floating point format."""
+
+
 class TensorMemory:
     """The tensor memory of all blocks of a group.
 
@@ -90,10 +94,16 @@ class TensorMemory:
 
     # ------------------------------------------------------------------ cells
 
-    def read(self, block: int, rows: Index, columns: Index) -> Words:
-        """Cells at broadcast (rows, columns). Raises EmulationFault: out of bounds, uninitialised."""
+    def read(self, block: int, rows: Index, columns: Index, *, poison: bool = False) -> Words:
+        """Cells at broadcast (rows, columns). Raises EmulationFault: out of bounds, uninitialised.
+
+        Args:
+            poison: cells that nobody wrote are NaN instead of a fault: kernels load accumulators that they do not use.
+        """
         self._check(block, rows, columns)
         known = self.known[block, rows, columns]
+        if poison:
+            return np.where(known, self.words[block, rows, columns], _POISON)
         if not known.all():
             row, column = (np.broadcast_to(x, known.shape)[~known][0] for x in (rows, columns))
             raise EmulationFault("uninitialised", f"tensor memory lane {row}, column {column} was never written")

@@ -137,18 +137,22 @@ def _read_shared(
 
 
 def _read_tensor_memory(g: Group, agent: int, operation: Operation) -> Values:
-    """A [128, depth] in tensor memory: row r in lane r, elements packed into the cells along the columns."""
+    """A [rows, depth] in tensor memory: rows in the lanes of an accumulator's, elements packed along the columns.
+
+    For 64 rows this is how Triton 3.9 lays A out, 16 rows in each quarter of the lanes; the manual has no figure.
+    """
     shape, state = operation.shape, get_state(g)
-    if shape.rows != LANES or shape.a_type.endswith("padded") or shape.a_transposed:
+    if shape.a_type.endswith("padded") or shape.a_transposed:
         raise g.fault("illegal", f"A of {shape.rows} rows of {shape.a_type} in tensor memory is not modelled")
     count = shape.depth * ELEMENT_BITS[shape.a_type] // 32
-    lanes, columns = np.arange(LANES)[:, None], ((operation.a & 0xFFFF) + np.arange(count))[None, :]
+    rows = (operation.a >> 16) + locate_accumulator(shape.rows)
+    lanes, columns = rows[:, None], ((operation.a & 0xFFFF) + np.arange(count))[None, :]
     if state.order.enabled:
         state.order.access_tensor_memory(agent, find_cells(operation.block, lanes, columns), write=False)
     words = state.tensor_memory.read(operation.block, lanes, columns)
     if shape.a_type == "e2m1":
         return formats.decode("e2m1", formats.unpack_nibbles(np.ascontiguousarray(words).view(np.uint8)))
-    return fragments.unpack_words(words, shape.a_type).reshape(LANES, shape.depth)
+    return fragments.unpack_words(words, shape.a_type).reshape(shape.rows, shape.depth)
 
 
 def _read_scales(g: Group, agent: int, operation: Operation, address: int, rows: int, identifier: int) -> Values:

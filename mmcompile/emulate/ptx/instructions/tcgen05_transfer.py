@@ -143,7 +143,7 @@ def load_tensor_memory(
     words = np.empty(access.rows.shape, np.uint32)
     with faults_at_line(g):
         for number, block in enumerate(access.blocks):
-            words[number] = memory.read(int(block), access.rows[number], access.columns[number])
+            words[number] = memory.read(int(block), access.rows[number], access.columns[number], poison=True)
     state.order.access_tensor_memory(access.agents, access.cells, write=False)
     results = np.zeros((len(registers), g.lanes // WARP, WARP), np.uint32)
     results[: words.shape[-1], access.warps] = words.transpose(2, 0, 1)
