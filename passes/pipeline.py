@@ -58,6 +58,7 @@ def list_passes(kind: str = "decoder", quantization: str = "none", *, stored: st
         whole_graph("clean", clean, "fold_literals"),
         whole_graph("clean", clean, "merge_common"),
         whole_graph("clean", clean, "spell_out_layer_norm"),
+        whole_graph("standardise", standardise, "undo_exporter_spelling"),
         whole_graph("standardise", standardise, "match_linear"),
         rule_file("standardise", standardise, "match_embedding"),
         whole_graph("standardise", standardise, "match_rms_norm"),

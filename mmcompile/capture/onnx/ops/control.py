@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mmcompile.capture.onnx.values import Call, Constant, Subgraph, Value
 
@@ -28,7 +29,8 @@ def _loop(call: Call) -> Any:
     while going and (trips is None or i < trips):
         if i >= LONGEST_LOOP:
             raise call.refuse(f"it runs more than {LONGEST_LOOP} times, and loops are unrolled")
-        first: list[Value] = [Constant("", torch.tensor(i), 7), Constant("", torch.tensor(going), 9)]
+        with _disable_current_modes():  # real numbers, also while torch traces
+            first: list[Value] = [Constant("", torch.tensor(i), 7), Constant("", torch.tensor(going), 9)]
         results = call.run(body, [*first, *carried])
         going = _read_condition(call, results[0])
         carried = results[1 : 1 + len(carried)]
