@@ -17,6 +17,7 @@ from mmcompile.capture.experts import stack_experts
 from mmcompile.capture.export import Captured, capture_module, without_weights
 from mmcompile.capture.huggingface import holds_weights
 from mmcompile.capture.packed import PackedWeights, load_packed, name_parameter
+from mmcompile.capture.stand_ins import stand_in
 from mmcompile.capture.tensors import require_package
 from mmcompile.core.errors import CaptureError, CheckpointError
 
@@ -49,6 +50,7 @@ def capture_decoder(
     if weights == "real" and checkpoint is None:
         raise CheckpointError("there are no weights", where=source, fix="ask for random weights or none")
     module, packed = _build(build, dtype, checkpoint if weights == "real" else None, weights, seed)
+    stand_in(module)
     position_name = "position_ids" if batched else "positions"
     example = torch.arange(11)[None] if batched else torch.arange(11)
     axis = {int(batched): "tokens"}

@@ -35,8 +35,12 @@ def open_door(model: str, options: BuildOptions) -> Captured:
     dtype = getattr(torch, options.dtype)
     rest: dict[str, Any] = {"dtype": dtype, "weights": options.weights, "seed": options.seed}
     named = list_models()
-    if model in named:
-        return _capture_named(model, named[model], options)
+    base, slicing, layers = model.partition("-slice:")
+    if base in named:
+        config = named[base].MODELS[base]
+        if slicing:
+            config = _slice(named[base], base, config, layers)
+        return _capture_named(model, named[base], config, options)
     path = Path(model)
     if ".py:" in model:
         return capture_file(model, seed=options.seed)
@@ -54,8 +58,14 @@ def open_door(model: str, options: BuildOptions) -> Captured:
     raise UsageError(unknown.what, fix=f"{unknown.fix}, or name {kinds}")
 
 
-def _capture_named(name: str, module: ModuleType, options: BuildOptions) -> Captured:
-    config = module.MODELS[name]
+def _slice(module: ModuleType, name: str, config: Any, layers: str) -> Any:
+    """The config of the first layers of a model, for names such as ``minimax-m3-slice:4``."""
+    if not hasattr(module, "slice_layers") or not layers.isdecimal():
+        raise UsageError(f"{name!r} cannot be cut to {layers!r} layers", fix="write minimax-m3-slice:4, for example")
+    return module.slice_layers(config, int(layers))
+
+
+def _capture_named(name: str, module: ModuleType, config: Any, options: BuildOptions) -> Captured:
     build: Callable[[], torch.nn.Module] = lambda: module.build(config)  # noqa: E731
     found = module.find_weights(name)
     if found is None and options.weights == "real":

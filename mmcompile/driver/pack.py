@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -227,10 +228,11 @@ class Packer:
     def _describe_cache(self) -> CacheSpec:
         plan = next(iter(self.plans.values()))
         caches = [b for b in plan.buffers.values() if b.role == "state"]
-        item = getattr(torch, caches[0].dtype).itemsize
-        per_token = sum(int(b.shape[1]) * int(b.shape[3]) * item for b in caches)
+        main = [b for b in caches if len(b.shape) == 4]  # the others hold the keys of an indexer
+        page_size = int(main[0].shape[2])
+        page_bytes = sum(math.prod(map(int, b.shape[1:])) * getattr(torch, b.dtype).itemsize for b in caches)
         return CacheSpec(
-            page_size=int(caches[0].shape[2]), dtype=caches[0].dtype, layers=len(caches), bytes_per_token=per_token
+            page_size=page_size, dtype=main[0].dtype, layers=len(main), bytes_per_token=page_bytes // page_size
         )
 
 

@@ -28,7 +28,7 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     if context.cache_dtype not in CACHE_DTYPES:
         raise unknown_name("cache dtype", context.cache_dtype, CACHE_DTYPES)
     attentions = list(graph.find_nodes(op="call_function", target=_MM.attention.default))
-    if not attentions:
+    if not attentions and not graph.find_nodes(op="call_function", target=_MM.block_sparse_attention.default):
         raise LoweringError(
             "the graph has no attention to cache", fix="see the near misses of match_attention, or build it as a module"
         )
