@@ -17,6 +17,8 @@ from mmcompile.emulate.ptx.registers import find_block_local, find_by_index, lis
 
 _FROM_MEMORY = ("ld", "ldu", "atom", "ldmatrix", "tcgen05", "mbarrier", "elect", "activemask")
 """Instructions whose results are defined whatever their operands are: those are checked as addresses."""
+_PACKING = 3
+"""Operands of a cvt that packs two values into one register."""
 _MATRIX = ("mma", "wgmma", "redux", "vote")
 
 
@@ -117,6 +119,9 @@ class Flow:
         sources = dict.fromkeys(register for register in list_reads(instruction) if register in self.tracked)
         if instruction.predicate is not None:
             sources.pop(instruction.predicate.index, None)
+        if instruction.op == "cvt" and len(instruction.operands) == _PACKING:
+            # Compilers fill the half that they do not need with anything: it takes two undefined halves to matter.
+            return " | ".join(self._mask(operand) for operand in instruction.operands[1:])
         return " & ".join(f"K[{register}]" for register in sources) or "g.everyone"
 
     def _mask(self, operand: Operand) -> str:
