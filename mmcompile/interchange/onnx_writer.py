@@ -26,7 +26,7 @@ def write_onnx(graph_module: fx.GraphModule, *, name: str, nvfp4: Nvfp4Form = "s
         name: of the graph. nvfp4: NVFP4 weights as DequantizeLinear over FLOAT4E2M1 in blocks of 16 ("standard"), or
             by the function mm.nvfp4_dequantize over packed bytes, for runtimes without that type ("function").
 
-    Every mm.attention reads ``past_key_<i>`` and ``past_value_<i>`` [1, kv_heads, past, d] and gives ``present_key_<i>``
+    Every mm.attention reads ``past_key_<i>`` and ``past_value_<i>`` [1, kv_heads, past, d], gives ``present_key_<i>``
     and ``present_value_<i>``: with no past the graph is a prefill, with one new token it is a decode step. What
     depends on weights alone is computed here. Raises LoweringError for a call that has no ONNX form.
     """

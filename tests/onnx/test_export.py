@@ -11,6 +11,7 @@ import pytest
 import torch
 
 onnx = pytest.importorskip("onnx")
+reference_evaluator = pytest.importorskip("onnx.reference")
 ort = pytest.importorskip("onnxruntime")
 
 from mmcompile.capture.onnx.door import capture_onnx  # noqa: E402
@@ -104,14 +105,12 @@ def test_standard_operators_where_the_standard_has_them(tmp_path: Path):
     assert {f.name for f in model.functions} == {"swiglu", "add_rms_norm"}
     types = {t.data_type for t in model.graph.initializer}
     assert onnx.TensorProto.FLOAT4E2M1 in types and onnx.TensorProto.FLOAT8E4M3FN in types
-    blocks = [
-        n for n in model.graph.node if any(a.name == "block_size" and a.i == 16 for a in n.attribute)
-    ]
+    blocks = [n for n in model.graph.node if any(a.name == "block_size" and a.i == 16 for a in n.attribute)]
     assert len(blocks) == 8  # per layer: q, k, v in one; o; gate and up in one; down
 
 
 def test_nvfp4_weights_in_both_forms(tmp_path: Path):
-    """ONNX Runtime's CPU has no FLOAT4E2M1: it runs the function form; the reference evaluator runs the standard one."""
+    """ONNX Runtime's CPU has no FLOAT4E2M1 and runs the function form; the reference evaluator runs the other."""
     options = BuildOptions(**TINY, quantization="nvfp4")
     export("smollm2-tiny", tmp_path / "function.onnx", options, nvfp4="function")
     export("smollm2-tiny", tmp_path / "standard.onnx", options, nvfp4="standard", after="quantize")
@@ -123,16 +122,14 @@ def test_nvfp4_weights_in_both_forms(tmp_path: Path):
     params = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
     assert engine.generate([prompt], params)[0].tokens == tokens
     past = {i: np.zeros([1, *s[1:2], 0, s[3]], np.float32) for i, s in _past_shapes(tmp_path / "standard.onnx").items()}
-    evaluator = onnx.reference.ReferenceEvaluator(str(tmp_path / "standard.onnx"))
+    evaluator = reference_evaluator.ReferenceEvaluator(str(tmp_path / "standard.onnx"))
     feeds = {"input_ids": np.array(prompt), "positions": np.arange(5), **past}
     assert np.abs(evaluator.run(["logits"], feeds)[0][-1] - rows[0]).max() <= TOLERANCE
 
 
 def _past_shapes(path: Path) -> dict[str, list[int]]:
     inputs = onnx.load(path).graph.input
-    return {
-        v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in inputs if v.name.startswith("past_")
-    }
+    return {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in inputs if v.name.startswith("past_")}
 
 
 def test_what_goes_out_comes_in_again(tmp_path: Path, reference):

@@ -235,7 +235,7 @@ class OnnxModule(nn.Module):
 
     def _register(self, name: str, tensor: Tensor) -> None:
         """Under the constant's own dotted name, or a flat one where a module stands in the way."""
-        path = [make_identifier(part) for part in name.removesuffix(".turned").split(".") if part]
+        path = [re.sub(r"\W", "_", part) for part in name.removesuffix(".turned").split(".") if part]
         owner: nn.Module = self
         for part in path[:-1]:
             child = getattr(owner, part, None)

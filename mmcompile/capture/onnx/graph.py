@@ -210,7 +210,8 @@ def _splice(step: Step, branch: Subgraph, graph: Graph) -> list[Step]:
     graph.constants |= {names[n]: c for n, c in branch.constants.items()}
     steps = [_rename(s, names) for s in branch.steps]
     for inner, outer in zip(branch.outputs, step.outputs, strict=True):
-        elem_type = next((s.output_types[s.outputs.index(inner)] for s in branch.steps if inner in s.outputs), 0)
+        makers = [s for s in branch.steps if inner in s.outputs]
+        elem_type = makers[0].output_types[makers[0].outputs.index(inner)] if makers else 0
         steps.append(
             Step("Identity", "", f"{step.name}/{inner}", step.place, (names.get(inner, inner),), (outer,), {}, step.opset,
                  (elem_type,), (elem_type,))
@@ -242,14 +243,18 @@ def _recognise_nvfp4(step: Step, graph: Graph) -> None:
     if scales.op != "DequantizeLinear" or constants[scales.inputs[0]].elem_type != TensorProto.FLOAT8E4M3FN:
         return
     multiplier = constants[scales.inputs[1]].tensor.float()
-    if multiplier.numel() != 1 or len(step.inputs) > 2 and step.inputs[2]:
-        return
     values, scale = codes.tensor, constants[scales.inputs[0]].tensor
-    if step.attributes.get("axis", 1) % 2 == 0:
+    turned = step.attributes.get("axis", 1) % 2 == 0
+    if turned:
         values, scale = values.t(), scale.t()
+    rows = 1 if turned else 0  # the axis of the stored scales that counts the rows of the weight
+    by_row = multiplier.dim() == 1 and multiplier.numel() == values.shape[0]
+    by_row = by_row and scales.attributes.get("axis", 1) % 2 == rows
+    if not (multiplier.numel() == 1 or by_row) or len(step.inputs) > 2 and step.inputs[2]:
+        return
     packed = nvfp4.pack_codes(nvfp4.encode_e2m1(values.contiguous()))
     graph.packed[step.outputs[0]] = (
-        packed, scale.contiguous(), multiplier.reshape(1).expand(packed.shape[0]).contiguous()
+        packed, scale.contiguous(), multiplier.reshape(-1).expand(packed.shape[0]).contiguous()
     )  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def run_steps(
 ) -> None:
     """Run steps in order and add their results to ``values``.
 
-    ``frames``: step name -> compiled ``call()``; its file and line are what a stack trace of the step shows, and so what
+    ``frames``: step name -> compiled ``call()``; its file and line are what a stack trace of the step shows, so what
     the captured graph calls its source.
     """
     for step in steps:
