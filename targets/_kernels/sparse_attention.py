@@ -22,6 +22,7 @@ from mmcompile.targets._kernels.common import (
 )
 from mmcompile.targets._kernels.sparse_common import (
     cache_label,
+    count_stages,
     find_owner,
     load_page_tile,
     load_span,
@@ -32,6 +33,8 @@ from mmcompile.targets._kernels.sparse_nvfp4 import cache_intrinsics, decoded_fa
 
 SPLIT_TOKENS = (4, 16, 64)
 OWNERS = 128
+CHAIN = 3
+"""Loads that wait for one another: block id, page number, rows."""
 LARGEST_SELECTION = 64
 
 
@@ -234,10 +237,13 @@ def count_splits(call: OpCall, spec: TargetSpec, tokens: int) -> int:
     return max(2, min(next_power_of_two(int(need(call, "blocks").shape[2])), 1 << max(wanted, 2).bit_length() - 1))
 
 
-def _emit_token(call: OpCall, splits: int, architecture: Architecture) -> KernelSource:
+def _emit_token(call: OpCall, splits: int, spec: TargetSpec, architecture: Architecture) -> KernelSource:
     q, table, (result,) = need(call, "q"), need(call, "block_table"), call.results
     constants = _constants(call) | {"SPLITS": splits, "OWNERS": OWNERS} | _scale(call)
     intrinsics, ledger = cache_intrinsics(call, "kv_cache", q.dtype, architecture)
+    cache = need(call, "kv_cache")
+    if cache.dtype == "float8_e4m3fn":  # as many bytes a step as with a two-byte cache
+        constants["N_BLOCK"] = min(2 * int(constants["N_BLOCK"]), max(16, next_power_of_two(int(cache.shape[2]))))
     outputs = [pointer("result", result)] if splits == 1 else list(_PARTIALS)
     body = f"""
         tile_sparse_token(tl.program_id(0), tl.program_id(1), tl.program_id(2), q, kv_cache, blocks, block_table,
@@ -249,8 +255,8 @@ def _emit_token(call: OpCall, splits: int, architecture: Architecture) -> Kernel
         title="Block-sparse attention: one part of the chosen blocks of one token and KV head.",
         tiles=[tile_sparse_token], constants=constants,
         parameters=[*_inputs(call), *outputs, *symbol_parameters("batch", table.strides[0])], body=body,
-        grid=(str(q.shape[0]), str(constants["KV_HEADS"]), str(splits)), num_warps=4, num_stages=3,
-        intrinsics=intrinsics, ledger=ledger,
+        grid=(str(q.shape[0]), str(constants["KV_HEADS"]), str(splits)), num_warps=4,
+        num_stages=count_stages(spec, CHAIN), intrinsics=intrinsics, ledger=ledger,
     )
 
 
@@ -273,7 +279,7 @@ def _emit_combine(call: OpCall, splits: int) -> KernelSource:
 
 def _emit_split(tokens: int, call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
     splits = count_splits(call, spec, tokens)
-    return _emit_token(call, splits, architecture), _emit_combine(call, splits)
+    return _emit_token(call, splits, spec, architecture), _emit_combine(call, splits)
 
 
 def _split_scratch(tokens: int, call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
@@ -283,7 +289,7 @@ def _split_scratch(tokens: int, call: OpCall, spec: TargetSpec) -> tuple[Scratch
 
 
 def _emit_single(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
-    return (_emit_token(call, 1, architecture),)
+    return (_emit_token(call, 1, spec, architecture),)
 
 
 def _emit_tokens(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from mmcompile.core.kernel import OpCall
+from mmcompile.core.spec import TargetSpec
 from mmcompile.targets._kernels.common import FLOATS, need, short_dtype
 from mmcompile.targets._kernels.sparse_nvfp4 import is_nvfp4, refuse_nvfp4
 
@@ -50,6 +51,14 @@ def load_page_tile(cache, page, head, SIDE: tl.constexpr, key, visible, HEAD_DIM
     rows = cache + page.to(tl.int64) * PAGE_STRIDE + head * HEAD_STRIDE + key[:, None] * ROW_STRIDE
     mask = visible[:, None] & (width < HEAD_DIM)[None, :]
     return tl.load(rows + (width + SIDE * HEAD_DIM)[None, :], mask=mask, other=0.0).to(dtype)
+
+
+def count_stages(spec: TargetSpec, chain: int) -> int:
+    """num_stages of a loop with ``chain`` loads that wait for one another, for two tiles of the last one under way.
+
+    On NVIDIA Triton shares the stages out among the loads of a chain; on AMD every stage is a tile in local memory.
+    """
+    return 2 * chain + 1 if spec.backend == "cuda" else 3
 
 
 def cache_label(call: OpCall, cache: str) -> str:

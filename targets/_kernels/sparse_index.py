@@ -12,6 +12,7 @@ from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels.attention import find_sequence
 from mmcompile.targets._kernels.common import (
+    ELEMENT_SIZES,
     FLOATS,
     kernel_name,
     need,
@@ -26,6 +27,7 @@ from mmcompile.targets._kernels.sampling import order_key, order_value
 from mmcompile.targets._kernels.sparse_common import (
     CACHE_DTYPES,
     cache_label,
+    count_stages,
     load_page_tile,
     load_span,
     refuse_paged,
@@ -41,6 +43,8 @@ from mmcompile.targets._kernels.sparse_nvfp4 import (
 
 INSERT_TOKENS = 8
 DECODE_ROWS, PREFILL_ROWS = 16, 64
+CHAIN = 2
+"""Loads that wait for one another: page number, rows."""
 PAGES_BY_TOKENS = ((4, 2), (16, 4), (None, 8))
 """(largest token count, pages a program) of the decode kernel: few sequences need many programs."""
 
@@ -170,7 +174,13 @@ def _refuse_score(phase: str, call: OpCall, spec: TargetSpec, architecture: Arch
     heads = int(need(call, "index_q").shape[1])
     if heads > DECODE_ROWS:
         return f"{heads} index heads, above {DECODE_ROWS}"
-    return refuse_paged(call, "index_q", "index_cache", 1)
+    reason = refuse_paged(call, "index_q", "index_cache", 1)
+    if reason is None:
+        constants, size = _constants(call, DECODE_ROWS, 1), ELEMENT_SIZES[need(call, "index_q").dtype]
+        page = int(constants["N_BLOCK"]) * int(constants["D_BLOCK"]) * size
+        if 3 * page > spec.shared_memory_per_block:
+            reason = f"three pages of {page} bytes do not fit on chip"
+    return reason
 
 
 def _constants(call: OpCall, rows: int, pages: int) -> dict[str, int | float | bool | str]:
@@ -209,7 +219,7 @@ def _emit_score(
                          f"page{cache.shape[1]}x{pages}"),
         title=f"Index scores: new tokens of one sequence against {pages} of its blocks.", tiles=[tile],
         constants=constants, parameters=parameters, body=body, grid=(programs, f"cdiv({blocks}, {pages})", "1"),
-        num_warps=4, num_stages=3 if decode else 2, intrinsics=intrinsics, ledger=ledger,
+        num_warps=4, num_stages=count_stages(spec, CHAIN) if decode else 2, intrinsics=intrinsics, ledger=ledger,
     ),)
 
 
