@@ -207,7 +207,7 @@ def test_the_module_door_builds_for_a_gpu_and_verifies(modules: Path, tmp_path: 
     verdicts = verify_artifact(out, workers=1)
     assert verdicts and {v.verdict for v in verdicts} == {"ok"}, verdicts
     assert any(v.op.startswith("region.") for v in verdicts)
-    assert all(v.proofs == ("assembled", "ledger", "interpreter") for v in verdicts)
+    assert all(v.proofs == ("assembled", "ledger", "interpreter", "emulator") for v in verdicts)
 
 
 def test_a_missing_factory_is_named(modules: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from mmcompile.driver.verify_run import Memory
 from mmcompile.runtime.artifact import open_artifact
 
 QUANTIZED = {"quantization": "nvfp4", "targets": ("sm90",)}
-PROOFS = ("assembled", "ledger", "interpreter")
+PROOFS = ("assembled", "ledger", "interpreter", "emulator")
 
 
 def rehash(folder: Path) -> None:
@@ -61,8 +61,8 @@ def edit_plan(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 def verify_one(folder: Path, kernel: str) -> list[KernelVerdict]:
-    """Verdicts of the choices with a kernel, one case each."""
-    return verify_artifact(folder, kernel_pattern=kernel, quick=True, workers=1)
+    """Verdicts of the sources of the choices with a kernel, one case each."""
+    return verify_artifact(folder, kernel_pattern=kernel, quick=True, workers=1, methods=("interpreter",))
 
 
 @pytest.mark.slow
@@ -77,15 +77,22 @@ def verify_one(folder: Path, kernel: str) -> list[KernelVerdict]:
     ids=["nvfp4", "bf16", "fp32", "fp8-cache"],
 )
 def test_every_kernel_of_a_sound_artifact_passes(tiny: Callable[..., Path], options: dict[str, Any]) -> None:
-    steps: list[tuple[int, int]] = []
+    steps: dict[str, list[tuple[int, int]]] = {}
     path = tiny(**options)
-    verdicts = verify_artifact(path, quick=True, progress=lambda step, detail, done, total: steps.append((done, total)))
+
+    def watch(step: str, detail: str, done: int, total: int) -> None:
+        steps.setdefault(step, []).append((done, total))
+
+    verdicts = verify_artifact(path, quick=True, progress=watch)
     assert [v for v in verdicts if v.verdict != "ok"] == []
     assert all(v.proofs == PROOFS and v.relative_error <= v.bound and v.cases == 1 for v in verdicts)
     for target in ("sm90", "gfx950"):
         proven = {k for v in verdicts if v.target == target for k in v.kernel.split(" + ")}
         assert proven == open_artifact(path).plan(target).kernels.keys()
-    assert steps[-1][0] == steps[-1][1] == len(steps) < len(verdicts)
+    assert list(steps) == ["emulate", "verify"]
+    for done in steps.values():
+        assert done[-1][0] == done[-1][1] == len(done)
+    assert len(steps["verify"]) < len(verdicts)
 
 
 def test_a_sound_kernel_passes_with_its_error(tiny: Callable[..., Path]) -> None:
