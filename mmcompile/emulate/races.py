@@ -46,6 +46,17 @@ class RaceDetector:
         self._fenced: dict[int, Clock] = {}
         self._seen: dict[int, Clock] = {}
 
+    def add_agents(self, count: int) -> int:
+        """Add ``count`` agents that have seen nothing (asynchronous units); returns the number of the first."""
+        first = len(self.vectors)
+        self.vectors = np.pad(self.vectors, (0, count))
+        own = np.arange(first, first + count)
+        self.vectors[own, own] = 1
+        self._published = {key: np.pad(clock, (0, count)) for key, clock in self._published.items()}
+        self._fenced = {agent: np.pad(clock, (0, count)) for agent, clock in self._fenced.items()}
+        self._seen = {agent: np.pad(clock, (0, count)) for agent, clock in self._seen.items()}
+        return first
+
     # ------------------------------------------------------------------ synchronisation
 
     def barrier(self, agents: Sequence[int] | Index, held_back: Clock | None = None) -> None:

@@ -126,6 +126,27 @@ def test_atomics_are_ordered_among_themselves_only(detector: RaceDetector, shado
         detector.write(shadow, at(3), at(0), 2)
 
 
+def test_agents_can_be_added(detector: RaceDetector, shadow: Shadow) -> None:
+    """What was published, fenced and seen before counts for them and through them; they start unordered."""
+    detector.write(shadow, at(0), at(0), 1)
+    detector.fence(0)
+    detector.release(0, "flag")
+    detector.publish_relaxed(0, "relaxed")
+    detector.observe_relaxed(1, "relaxed")
+    before = len(detector.vectors)
+    new = detector.add_agents(2)
+    assert new == before and len(detector.vectors) == before + 2
+    with pytest.raises(EmulationFault, match="race"):
+        detector.read(shadow, at(new), at(0), 2)
+    detector.acquire(new, "flag")
+    detector.read(shadow, at(new), at(0), 2)
+    detector.write(shadow, at(new), at(1), 3)
+    detector.fence(1)
+    detector.read(shadow, at(1), at(0), 4)
+    with pytest.raises(EmulationFault, match=f"write by warp {new} at line 3"):
+        detector.read(shadow, at(new + 1), at(1), 4)
+
+
 def test_fewer_slots_than_agents_still_find_the_latest_reader() -> None:
     detector, shadow = RaceDetector(4), Shadow(4, 2, "global memory")
     detector.read(shadow, at(0), at(0), 1)

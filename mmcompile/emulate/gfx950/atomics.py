@@ -140,9 +140,10 @@ def build_global(i: Instruction) -> Decoded | None:
         index = locate(w, addresses, 4 * width, write=True)
         values = read_registers(w, data.index, width)
         compare = read_registers(w, data.index + width, width) if name == "cmpswap" else None
-        w.polled[w.waves] += 1
+        owners = list_lanes(w)[0]
+        w.count_polls(owners, addresses)
         if w.races is not None:
-            w.races.atomic_global(w, list_lanes(w)[0], index, 4 * width)
+            w.races.atomic_global(w, owners, index, 4 * width)
 
         def run(places: Array, pick: Any) -> Array:
             old = apply_atomics(

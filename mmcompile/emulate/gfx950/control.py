@@ -17,6 +17,10 @@ NO_EFFECT = {"s_nop", "s_setprio", "s_clause", "s_sched_barrier", "s_inst_prefet
              "s_dcache_inv", "s_ttracedata", "s_delay_alu", "v_nop", "s_set_gpr_idx_off", "s_wakeup",
              "s_incperflevel", "s_decperflevel"}  # fmt: skip
 
+NOTE_READS = (
+    "the race check takes a read as done when it is issued: one that nobody waited for before a barrier, and that "
+    "another wave overwrites after it, shows only as a wrong number, when operations complete late"
+)
 
 _CONDITIONS = {"scc0": False, "scc1": True, "vccz": False, "vccnz": True, "execz": False, "execnz": True}
 """s_cbranch_NAME: taken where the register is (not) zero."""
@@ -105,8 +109,10 @@ def build(i: Instruction) -> Decoded | None:
         return build_branch(i)
     if i.op in ("s_getpc_b64", "s_setpc_b64", "s_swappc_b64"):
         return build_call(i)
-    if i.op in ("s_barrier", "s_endpgm"):
-        return Decoded(lambda w: None, control=i.op[2:])
+    if i.op == "s_barrier":
+        return Decoded(lambda w: None, control="barrier", note=NOTE_READS)
+    if i.op == "s_endpgm":
+        return Decoded(lambda w: None, control="endpgm")
     if i.op in ("s_trap", "s_endpgm_saved"):
         return Decoded(_trap)
     if i.op == "buffer_wbl2":

@@ -33,7 +33,8 @@ class Decoded:
             step sets them itself. demands: registers that must be defined in the active lanes, e.g. addresses.
         all_lanes: the execution mask is ignored. queue: of a load: "vm", "lgkm" or "smem".
         control: "", "branch", "indirect", "barrier" or "endpgm"; a branch's step sets ``waves.jump`` to bool, an
-            indirect one's to instructions [selected]. target: label of a direct branch. index: place in the kernel.
+            indirect one's to instructions [selected]. target: label of a direct branch. note: what a run of it cannot
+            check, for the report. index: place in the kernel.
     """
 
     step: Step
@@ -46,6 +47,7 @@ class Decoded:
     all_lanes: bool = False
     control: str = ""
     target: str = ""
+    note: str = ""
     line: int = 0
     text: str = ""
     index: int = 0

@@ -73,6 +73,9 @@ def run(launch: Launch) -> Report:
         scheduler = Scheduler(w, (blocks, block_of), block_of[kernel.start], launch, report)
         with np.errstate(all="ignore"):
             scheduler.run()
+    executed = [step for block in blocks if block.covered for step in block.steps]
+    notes = {step.note for step in executed if step.note and (launch.check_races or step.control != "barrier")}
+    report.unchecked += sorted(notes)
     return report
 
 

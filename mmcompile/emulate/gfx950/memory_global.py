@@ -160,7 +160,7 @@ def build_load(i: Instruction, name: str) -> Decoded | None:
     def step(w: Waves) -> None:
         addresses, inside = compute(w)
         index, some = fetch(w, addresses, inside, size)
-        lanes = list_lanes(w) if w.late or w.races is not None else (index, index)
+        lanes = list_lanes(w) if synchronising or w.late or w.races is not None else (index, index)
         half = None
         if half_bit is not None:
             old = read_registers(w, first, 1)
@@ -168,7 +168,7 @@ def build_load(i: Instruction, name: str) -> Decoded | None:
         if w.races is not None:
             w.races.read_global(w, lanes[0][some], index[some], size, synchronising)
         if synchronising:
-            w.polled[w.waves] += 1
+            w.count_polls(lanes[0], addresses)
 
         def perform(chosen: Array | None) -> None:
             pick = slice(None) if chosen is None else chosen

@@ -64,6 +64,7 @@ SHAPES: dict[str, Shape] = {
 SCALED = {"f32_16x16x128_f8f6f4": (16, 128), "f32_32x32x64_f8f6f4": (32, 64)}
 CODES = {0: "fp8", 1: "bf8", 2: "fp6", 3: "bf6", 4: "fp4"}
 """cbsz (A) and blgp (B) of the f8f6f4 instructions."""
+NOTE_SUMS = "matrix instructions are summed in fp64 and rounded once; the hardware's order and width of sums differ"
 REGISTERS = {"fp8": 8, "bf8": 8, "fp6": 6, "bf6": 6, "fp4": 4}
 _DECODE = {"fp8": "e4m3", "bf8": "e5m2", "fp6": "e2m3", "bf6": "e3m2", "fp4": "e2m1"}
 
@@ -182,7 +183,8 @@ def build_matrix(i: Instruction, shape: Shape, scaled: bool) -> Decoded | None:
         return find_unknown(w, shape, (a, b, c), target, places)
 
     reads = [r for operand in (a, b, c, *scales) for r in operand.list_registers()]
-    return Decoded(step, reads, target.list_registers(), taint, all_lanes=True)
+    note = "" if shape.integer else NOTE_SUMS
+    return Decoded(step, reads, target.list_registers(), taint, all_lanes=True, note=note)
 
 
 def find_unknown(

@@ -40,7 +40,7 @@ class Scheduler:
         self.block: npt.NDArray[np.int64] = np.full(w.count, start, np.int64)
         self.barrier_line: npt.NDArray[np.int64] = np.zeros(w.count, np.int64)
         self.program = np.arange(w.count) // w.per_program
-        self.idle = 0
+        self.idle = self.counted = 0
         self.seen_progress = 0
         self.choices = 0
 
@@ -128,7 +128,8 @@ class Scheduler:
         if self.w.progress != self.seen_progress:
             self.note_progress()
         self.idle += 1
-        if self.idle % 64 == 0:
+        self.counted += 1
+        if self.counted % 64 == 0:
             self.check_spinning()
 
     def advance(self, block: Block) -> int | None:
@@ -188,7 +189,9 @@ class Scheduler:
             if w.races is not None:
                 w.races.barrier(waiting)
             self.state[waiting] = RUNNING
-            self.note_progress()
+            # A barrier is no progress in a loop that polls, and who meets a polling wave there waits with it.
+            self.idle = 0
+            w.polled[waiting] = w.polled[waiting].max()
 
     def note_progress(self) -> None:
         """Something changed that a waiting wave could see."""

@@ -99,8 +99,10 @@ class Waves:
         self.races: Races | None = None
         self.line, self.text, self.index = 0, "", 0
         self.jump: Array | None = None
+        # Changes of device memory; polls of each wave since the last one; sums of addresses by line (``count_polls``).
         self.progress = 0
         self.polled: npt.NDArray[np.int64] = np.zeros(waves, np.int64)
+        self.asked: dict[int, npt.NDArray[np.uint64]] = {}
         self.everything = np.arange(waves)
         self.select(slice(None))
 
@@ -121,6 +123,19 @@ class Waves:
         self.active = self.executing
         self.lanes = int(np.count_nonzero(self.active))
         self.full = self.lanes == self.active.size
+
+    def count_polls(self, owners: Array, addresses: Array) -> None:
+        """The selected waves run a synchronising load or an atomic: at the same addresses as its last time, it polls.
+
+        Args:
+            owners: wave of each active lane. addresses: of each active lane.
+        """
+        before = self.asked.setdefault(self.line, np.zeros(self.count, np.uint64))
+        now = np.zeros(self.count, np.uint64)
+        np.add.at(now, owners, addresses)
+        repeated = before[self.waves] == now[self.waves]
+        self.polled[self.waves] = np.where(repeated, self.polled[self.waves] + 1, 0)
+        before[self.waves] = now[self.waves]
 
     # ------------------------------------------------------------------ registers
 

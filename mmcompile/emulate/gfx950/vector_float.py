@@ -317,11 +317,21 @@ _PACKED: dict[str, tuple[Callable[..., Any], int]] = {
 }  # fmt: skip
 
 
+NOTE_APPROXIMATE = "rcp, rsq, sqrt, exp, log, sin and cos are rounded correctly; the hardware may be off by 1 ulp"
+
+
 def build(i: Instruction) -> Decoded | None:
     """Floating point vector instructions; None for anything else."""
     if not i.op.startswith("v_"):
         return None
     name, encoding = strip_encoding(i.op)
+    decoded = _build_named(i, name, encoding)
+    if decoded is not None and re.match(r"(rcp|rsq|sqrt|exp|log|sin|cos)_", name):
+        decoded.note = NOTE_APPROXIMATE
+    return decoded
+
+
+def _build_named(i: Instruction, name: str, encoding: str) -> Decoded | None:
     if name in OPERATIONS:
         return build_vector(i, OPERATIONS[name], encoding, True)
     if name in _PACKED:

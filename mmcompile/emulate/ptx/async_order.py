@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mmcompile.emulate.faults import EmulationFault
 from mmcompile.emulate.ptx.group import Group
-from mmcompile.emulate.races import RaceDetector, Shadow
+from mmcompile.emulate.races import Shadow
 
 Index = npt.NDArray[np.int64]
 Clock = npt.NDArray[np.int32]
@@ -25,30 +25,6 @@ TENSOR_CORE = -1
 """In place of an mbarrier's address: the pipeline of tcgen05.mma and tcgen05.cp of a block."""
 
 
-class GrowingDetector(RaceDetector):
-    """A race detector that takes further agents."""
-
-    @classmethod
-    def adopt(cls, detector: RaceDetector) -> GrowingDetector:
-        """The same detector, with the same state, that can grow."""
-        if isinstance(detector, cls):
-            return detector
-        grown = cls(0)
-        grown.__dict__.update(detector.__dict__)
-        return grown
-
-    def add_agents(self, count: int) -> int:
-        """Add agents that have seen nothing; returns the number of the first."""
-        first = len(self.vectors)
-        self.vectors = np.pad(self.vectors, (0, count))
-        own = np.arange(first, first + count)
-        self.vectors[own, own] = 1
-        for clocks in (self._published, self._fenced, self._seen):
-            for key, clock in list(clocks.items()):
-                clocks[key] = np.pad(clock, (0, count))  # type: ignore[index]
-        return first
-
-
 class AsyncOrder:
     """The asynchronous agents of a group; without a race check every method does nothing."""
 
@@ -56,8 +32,6 @@ class AsyncOrder:
         self._g, self._agents = g, dict[int, int]()
         self._tensor_cells = tensor_cells
         self._tensor_shadow: Shadow | None = None
-        if g.order:
-            g.order.detector = GrowingDetector.adopt(g.order.detector)
 
     @property
     def enabled(self) -> bool:
@@ -78,7 +52,6 @@ class AsyncOrder:
         if not self._g.order or seen is None:
             return -1
         detector = self._g.order.detector
-        assert isinstance(detector, GrowingDetector)
         if address not in self._agents:
             self._agents[address] = detector.add_agents(self._g.blocks)
         agent = self._agents[address] + block

@@ -39,6 +39,9 @@ def kernels(compiled):
         ),
         "softmax": ("softmax", {"x": "*fp32", "y": "*fp32", "columns": "i32"}, {"BLOCK": 1024}),
         "dot": ("dot", {"a": "*bf16", "b": "*bf16", "c": "*fp32", "inner": "i32"}, {"M": 64, "N": 64, "K": 64}),
+        "bytes": (
+            "dot", {"a": "*fp8e4nv", "b": "*fp8e4nv", "c": "*fp32", "inner": "i32"}, {"M": 64, "N": 64, "K": 128},
+        ),
         "nvfp4": ("dot_nvfp4", {"a": "*bf16", "b": "*u32", "scales": "*fp8e4nv", "c": "*fp32", "inner": "i32"}, tile),
         "wrong": ("dot_scaled_weights", {**scaled, "scales": "*fp8e4nv"}, {**tile, "GROUP": 16}),
         "mxfp4": ("dot_scaled_weights", {**scaled, "scales": "*u8"}, {**tile, "GROUP": 32}),
@@ -94,6 +97,27 @@ def run_dot(kernel, rng, **mode):
 @pytest.mark.parametrize("mode", MODES, ids=["program", "late", "warp", "interleaved"])
 def test_dot(kernels, rng, mode):
     assert run_dot(kernels("dot"), rng, **mode) < 1e-4
+
+
+def test_dot_of_bytes(kernels, rng):
+    """Triton reads B of a product of fp8 by ds_read_b64_tr_b8: its layout of B settles what that instruction does."""
+    kernel = kernels("bytes")
+    assert "ds_read_b64_tr_b8" in kernel.assembly
+    a, b = (rng.integers(0, 0x60, (64, 128), dtype=np.uint8) for _ in range(2))
+    c = np.zeros((64, 64), np.float32)
+    launch(kernel, 1, [a, b.reshape(128, 64), c, 128], inputs=2, unknown=(2,))
+    expected = E4M3[a] @ E4M3[b.reshape(128, 64)]
+    assert np.abs(c - expected).max() < 1e-6 * np.abs(expected).max()
+
+
+def test_unchecked_names_what_the_kernel_uses(kernels, rng):
+    a, b, c = to_bf16(rng.standard_normal((64, 64))), to_bf16(rng.standard_normal((64, 64))), np.zeros((64, 64), "f4")
+    for races in (False, True):
+        report = launch(kernels("dot"), 1, [a, b, c, 64], inputs=2, check_races=races)
+        found = [[part in sentence for sentence in report.unchecked] for part in ("order and width", "read as done")]
+        assert len(report.unchecked) == 1 + races and sum(found[0]) == 1 and sum(found[1]) == races
+    x, y = rng.standard_normal((1, 1000)).astype(np.float32), np.zeros((1, 1000), np.float32)
+    assert any("1 ulp" in sentence for sentence in launch(kernels("softmax"), 1, [x, y, 1000], inputs=1).unchecked)
 
 
 def run_weights(kernel, rng, group, decode, scales):

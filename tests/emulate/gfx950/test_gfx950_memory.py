@@ -105,7 +105,11 @@ def test_local_memory_forms(late):
 
 @pytest.mark.parametrize(("bits", "dtype"), [(16, np.uint16), (8, np.uint8)])
 def test_transposing_reads(bits, dtype):
-    """Four (or eight) rows of sixteen elements in a group of sixteen lanes; a lane receives a column."""
+    """Four (or eight) rows of sixteen elements in a group of sixteen lanes; lane c receives column c.
+
+    The ISA text has no figure; where Triton puts the operands of a product of bytes settles it, see
+    ``test_dot_of_bytes`` in test_gfx950_kernels.py.
+    """
     rng = np.random.default_rng(0)
     words = rng.integers(0, 2**32, (2, 64), dtype=np.uint32)
     body = f"""v_lshlrev_b32_e32 v3, 3, v0
@@ -117,6 +121,27 @@ def test_transposing_reads(bits, dtype):
     memory = np.ascontiguousarray(words.T).reshape(-1).view(dtype).reshape(4, 64 // bits, 16)
     for lane in range(64):
         assert got[lane].view(dtype).tolist() == memory[lane // 16, :, lane % 16].tolist()
+
+
+@pytest.mark.parametrize("walks", [True, False])
+def test_polling_is_asking_for_the_same(walks):
+    """Synchronising loads in a loop: 300 one after the other, or for ever of one address that nobody writes."""
+    body = f"""s_movk_i32 s8, 300
+        v_mov_b32_e32 v2, 0
+        .Lloop:
+        global_load_dword v10, v2, s[4:5] sc1
+        s_waitcnt vmcnt(0)
+        v_add_u32_e32 v2, {4 if walks else 0}, v2
+        v_and_b32_e32 v2, 0xff, v2
+        s_barrier
+        s_add_i32 s8, s8, {-1 if walks else 0}
+        s_cmp_lg_u32 s8, 0
+        s_cbranch_scc1 .Lloop"""
+    if walks:
+        (result,) = run_snippet(body, [LANES], ["v10"])
+        assert (result == 299 % 64).all()
+    else:
+        assert "poll without any change" in expect_fault("deadlock", body).what
 
 
 def test_load_into_local_memory():

@@ -83,6 +83,21 @@ def test_report() -> None:
     assert any("approximations" in sentence for sentence in report.unchecked)
 
 
+NOTED = {
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%x, %y, %z, %r}, {%a, %a, %a, %a}, {%a, %a}, "
+    "{%x, %y, %z, %r};": "order and width of sums",
+    "fence.proxy.async.shared::cta;": "fence.proxy.async",
+    "add.u32 %r, %a, %b;": "",
+}
+
+
+@pytest.mark.parametrize("body,sentence", NOTED.items(), ids=["mma", "fence", "add"])
+def test_unchecked_names_what_the_kernel_uses(body: str, sentence: str) -> None:
+    text = make_module("mov.b32 %r, 0; mov.b32 %x, 0; mov.b32 %y, 0; mov.b32 %z, 0; " + body)
+    report = run_module(text, [np.zeros(THREADS, np.uint32) for _ in range(4)])
+    assert [sentence in found for found in report.unchecked] == [True] * bool(sentence)
+
+
 def test_unknown_forms_are_listed_once_with_their_count() -> None:
     text = make_module("odd.b32 %r, %a;\n odd.b32 %r, %b;\n mov.b32 %r, 0;")
     (unknown,) = list_unknown(text, "k")

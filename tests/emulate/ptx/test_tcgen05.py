@@ -326,7 +326,8 @@ A_DESCRIPTOR = describe(A_AT, 128, 32)
 @pytest.mark.parametrize(
     "fault,options,kinds",
     [
-        ({"wait": ""}, LATE, {"uninitialised"}),
+        ({"wait": ""}, LATE, {"in flight"}),  # freed before the product is waited for
+        ({"wait": "", "end": WAIT + END}, LATE, {"wrong"}),  # the accumulator is loaded before it is written
         ({"wait": ""}, RACES, {"race"}),
         ({"commit": ""}, {}, {"deadlock"}),
         ({"fence": FENCE.split(";", 1)[1]}, LATE, {"in flight"}),  # the tensor core sees old bytes
@@ -344,6 +345,18 @@ A_DESCRIPTOR = describe(A_AT, 128, 32)
 )
 def test_planted_faults(run_ptx, fault, options, kinds):
     assert outcome(run_ptx, options, **fault) in kinds
+
+
+@pytest.mark.parametrize("operand", ["accumulator", "A"])
+def test_operands_that_nobody_wrote(run_ptx, operand):
+    """Tensor memory that tcgen05.mma reads must be written: its accumulator if it adds to it, and A."""
+    (a, _), (b, _) = make_operand("bf16", 128, 16), make_operand("bf16", 16, 16)
+    instruction = multiply("f16", dense(128, 16, 1, 1), a, b, use_d=operand == "accumulator")
+    if operand == "A":
+        instruction = f"add.u32 r17, r8, 128; {instruction.replace('[r8], d10,', '[r8], [r17],')}"
+    with pytest.raises(EmulationFault, match="was never written") as fault:
+        run_kernel(run_ptx, kernel(instruction, 16), place(a, b), 16, "sm_100a")
+    assert fault.value.kind == "uninitialised" and "tcgen05.mma" in fault.value.text
 
 
 def test_freed_in_flight(run_ptx):

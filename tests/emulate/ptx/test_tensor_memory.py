@@ -54,7 +54,9 @@ def test_access_checks():
     with pytest.raises(EmulationFault) as fault:
         memory.read(0, *cells)
     assert fault.value.kind == "uninitialised"
+    assert np.isnan(memory.read(0, *cells, poison=True).view(np.float32)).all()
     memory.write(0, *cells, np.ones((1, 1), np.uint32))
+    assert memory.read(0, *cells, poison=True) == 1
     assert memory.read(0, *cells) == 1
     memory.busy[0, 0, start] = True
     with pytest.raises(EmulationFault) as fault:
@@ -213,23 +215,34 @@ def fault_of(run_ptx, body, **options):
 
 OVERWRITE = f"tcgen05.st.sync.aligned.32x32b.x16.b32 [r3], {registers(10, 16)}; tcgen05.wait::st.sync.aligned;"
 
+STORED_AFTER = "tcgen05.wait::ld.sync.aligned; tcgen05.wait::st.sync.aligned;"
+
 
 @pytest.mark.parametrize(
     "parts,modes,kind",
     [
-        ({"wait_st": False}, LATE, "uninitialised"),
+        ({"wait_st": False}, LATE, "in flight"),  # freed before the store is waited for
+        ({"wait_st": False, "after_load": STORED_AFTER}, LATE, "wrong"),
         ({"wait_ld": False}, LATE, "in flight"),  # freed before the load is waited for
         ({"after_load": OVERWRITE}, LATE, "in flight"),
         ({"end": ""}, {}, "illegal"),  # never deallocated
         ({"before_load": "xor.b32 r3, r3, 0x200000;"}, {}, "illegal"),  # another warp's partition
         ({"before_load": "add.u32 r3, r3, 60;"}, {}, "out of bounds"),
-        ({"before_load": "add.u32 r3, r3, 32;"}, {}, "uninitialised"),
+        ({"before_load": "add.u32 r3, r3, 32;"}, {}, "wrong"),
         ({"columns": 48}, {}, "illegal"),
         ({"columns": 1024}, {}, "illegal"),
     ],
 )
 def test_planted_faults(run_ptx, parts, modes, kind):
     assert fault_of(run_ptx, move(**parts), **modes) == kind
+
+
+@pytest.mark.parametrize("data_type", [np.float32, np.float16])
+def test_cells_that_nobody_wrote_load_as_nan(run_ptx, data_type):
+    """Kernels load accumulators that they do not use: no fault, but nothing is computed from them unnoticed."""
+    values, out = run_move(run_ptx, move(before_load="add.u32 r3, r3, 8;"))
+    np.testing.assert_array_equal(out[:, :8], values[:, 8:])
+    assert np.isnan(np.ascontiguousarray(out[:, 8:]).view(data_type)).all()
 
 
 def test_576_columns(run_ptx):

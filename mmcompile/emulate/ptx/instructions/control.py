@@ -57,11 +57,18 @@ def translate_barrier(emitter: Emitter, instruction: Instruction) -> None:
     emitter.append(f"return ('barrier', {values[0]}, {count}, {modifiers[0] == 'arrive'})")
 
 
+_NOTE_PROXY = (
+    "fence.proxy.async of one thread publishes all earlier writes of its block to the asynchronous proxy, also those "
+    "of threads that it is not ordered after"
+)
+
+
 @translates("fence", "membar")
 def translate_fence(emitter: Emitter, instruction: Instruction) -> None:
     """Fences: memory is sequentially consistent here, so they only count for races and for the async proxy."""
     if instruction.modifiers[0] == "proxy":
         if len(instruction.modifiers) > 1 and instruction.modifiers[1].startswith("async"):
+            emitter.notes.add(_NOTE_PROXY)
             emitter.append(f"publish_to_async_proxy(g, {emitter.mask})")
         else:
             emitter.append("pass")

@@ -28,6 +28,7 @@ _INPUTS = {"f16": ("f16", "f32"), "bf16": ("f32",), "tf32": ("f32",), "e4m3": ("
 """Input types, and the accumulator types that they allow."""
 _DEPTHS = {"f16": (8, 16), "bf16": (8, 16), "tf32": (4, 8), "e4m3": (16, 32), "e5m2": (16, 32), "s8": (16, 32),
            "u8": (16, 32)}  # fmt: skip
+NOTE_SUMS = "tensor core products are summed exactly and rounded once; the hardware's order and width of sums differ"
 _PLAIN = ("sync", "aligned", "row", "col", "satfinite")
 
 
@@ -81,6 +82,8 @@ def translate_mma(emitter: Emitter, instruction: Instruction) -> None:
     if depth not in _DEPTHS[a_type] or sizes != [2 if d_type == "f16" else 4, 2 * words, words, sizes[0]]:
         emitter.refuse("shape")
     saturate = "satfinite" in instruction.modifiers
+    if d_type != "s32":
+        emitter.notes.add(NOTE_SUMS)
     call = (
         f"multiply_fragments(g, {d_type!r}, {a_type!r}, {b_type!r}, {emitter.registers(a)}, {emitter.registers(b)}, "
         f"{emitter.registers(c)}, {saturate})"

@@ -12,6 +12,7 @@ from mmcompile.emulate.ptx.emitter import Emitter
 from mmcompile.emulate.ptx.instruction_descriptor import BLOCK_SCALED
 from mmcompile.emulate.ptx.instructions import tcgen05_multiply as _m  # noqa: F401  (registers what is called)
 from mmcompile.emulate.ptx.instructions import tcgen05_transfer as _t  # noqa: F401
+from mmcompile.emulate.ptx.instructions.matrix import NOTE_SUMS
 from mmcompile.emulate.ptx.instructions.table import translates
 from mmcompile.emulate.ptx.instructions.tcgen05_transfer import Reduction
 from mmcompile.emulate.ptx.parser import Instruction, Operand
@@ -151,6 +152,8 @@ def _translate_multiply(emitter: Emitter, instruction: Instruction) -> None:
     disabled = emitter.registers(rest.pop(0)) if rest[0].kind == "vector" else "None"
     use_d = emitter.full_source(rest.pop(0), "pred")
     shift = rest.pop(0).integer if rest else 0
+    if kind != "i8":
+        emitter.notes.add(NOTE_SUMS)
     in_tensor_memory = a.kind == "memory"
     a_source = emitter.address(a) if in_tensor_memory else emitter.full_source(a, "b64")
     emitter.append(

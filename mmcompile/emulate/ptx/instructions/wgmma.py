@@ -18,7 +18,7 @@ from mmcompile.emulate.ptx.descriptors import MatrixDescriptor, parse_wgmma_desc
 from mmcompile.emulate.ptx.emitter import Emitter
 from mmcompile.emulate.ptx.faults_at import faults_at_line
 from mmcompile.emulate.ptx.group import Group
-from mmcompile.emulate.ptx.instructions.matrix import gather_a, multiply
+from mmcompile.emulate.ptx.instructions.matrix import NOTE_SUMS, gather_a, multiply
 from mmcompile.emulate.ptx.instructions.table import runtime, translates
 from mmcompile.emulate.ptx.operands import CHUNK, check_published, find_operand, list_chunks, read_operand
 from mmcompile.emulate.ptx.parser import Instruction, Operand
@@ -97,6 +97,8 @@ def _translate_multiply(emitter: Emitter, instruction: Instruction) -> None:
     )
     if len(form.d) != columns // (4 if d_type == "f16" else 2) or (form.a and len(form.a) != 4):
         emitter.refuse("number of registers")
+    if d_type != "s32":
+        emitter.notes.add(NOTE_SUMS)
     a_source = "None" if form.a else emitter.full_source(a, "b64")
     emitter.append(
         f"issue_wgmma(g, {emitter.constant(form)}, {a_source}, {emitter.full_source(b, 'b64')}, "
