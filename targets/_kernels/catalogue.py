@@ -8,6 +8,7 @@ from mmcompile.targets._kernels import (
     attention,
     embedding,
     linear,
+    linear_mxfp8,
     linear_nvfp4,
     linear_w4a4,
     norm,
@@ -27,6 +28,7 @@ _TEMPLATES: tuple[KernelTemplate, ...] = (
     *norm.TEMPLATES,
     *linear.TEMPLATES,
     *linear_nvfp4.TEMPLATES,
+    *linear_mxfp8.TEMPLATES,
     *linear_w4a4.TEMPLATES,
     *two_step.NARROW,  # where two launches beat the fused one
     *qkv.TEMPLATES,

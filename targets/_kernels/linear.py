@@ -257,7 +257,7 @@ def linear_constants(call: OpCall, weight_stride: int, scale_stride: int) -> dic
     }
 
 
-def tile_call(tile: str, call: OpCall, weights: tuple[str, str, str], constants: dict[str, object]) -> str:
+def tile_call(tile: str, call: OpCall, weights: tuple[str, ...], constants: dict[str, object]) -> str:
     """The entry point's call of a linear tile; ``weights`` spells the weight, scale and global scale arguments."""
     epilogue = [name if is_present(call, name) else "None" for name in ("bias", "residual")]
     rows = str(need(call, "x").shape[0])
@@ -293,7 +293,7 @@ def emit_linear(
     else:
         tile, kind, grid = tile_linear_gemm, f"gemm{blocks.m}", f"cdiv({rows}, {blocks.m}) * {tiles_n}"
         constants |= {**sizes, "TILES_N": tiles_n, "GROUP_M": 8}
-    spelled = (weights[0], *(weights[1:] or ("None", "None")))
+    spelled = (*weights, "None", "None")[:3]
     label = epilogue_label(call)
     n, k = need(call, weights[0]).shape[0], constants["K"]
     return (
