@@ -53,7 +53,7 @@ def test_every_part_of_a_llama_is_found_in_the_exporters_spelling(tmp_path: Path
     axes = {1: torch.export.Dim("tokens", max=64)}
     path = tmp_path / "llama.onnx"
     torch.onnx.export(
-        Stateless(), (example, example), path, dynamo=True, dynamic_shapes=(axes, axes), opset_version=opset,
+        Stateless(), (example.clone(), example), path, dynamo=True, dynamic_shapes=(axes, axes), opset_version=opset,
         input_names=["input_ids", "position_ids"], output_names=["logits"], verbose=False,
     )  # fmt: skip
     options = BuildOptions(max_context=64, dtype="float32", max_batch=4)

@@ -212,10 +212,9 @@ def _splice(step: Step, branch: Subgraph, graph: Graph) -> list[Step]:
     for inner, outer in zip(branch.outputs, step.outputs, strict=True):
         makers = [s for s in branch.steps if inner in s.outputs]
         elem_type = makers[0].output_types[makers[0].outputs.index(inner)] if makers else 0
-        steps.append(
-            Step("Identity", "", f"{step.name}/{inner}", step.place, (names.get(inner, inner),), (outer,), {}, step.opset,
-                 (elem_type,), (elem_type,))
-        )  # fmt: skip
+        name, types = f"{step.name}/{inner}", (elem_type,)
+        source = (names.get(inner, inner),)
+        steps.append(Step("Identity", "", name, step.place, source, (outer,), {}, step.opset, types, types))
     return steps
 
 
