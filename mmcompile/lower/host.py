@@ -17,6 +17,15 @@ _DENSE = {
     _MM.qkv_norm_rope_insert_nvfp4.default: (
         _MM.qkv_norm_rope_insert.default, _NVFP4, _MM.nvfp4_dequantize.default,
     ),
+    _MM.qkv_norm_rope_insert_mxfp8.default: (
+        _MM.qkv_norm_rope_insert.default, _MXFP8, _MM.mxfp8_dequantize.default,
+    ),
+    _MM.qkv_norm_rope_insert_index_nvfp4.default: (
+        _MM.qkv_norm_rope_insert_index.default, _NVFP4, _MM.nvfp4_dequantize.default,
+    ),
+    _MM.qkv_norm_rope_insert_index_mxfp8.default: (
+        _MM.qkv_norm_rope_insert_index.default, _MXFP8, _MM.mxfp8_dequantize.default,
+    ),
 }  # fmt: skip
 
 

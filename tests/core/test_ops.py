@@ -14,6 +14,8 @@ from mmcompile.core.ops.define import OPS, define_op, find_op, get_op
 MM = torch.ops.mm
 CHECKS = ("test_schema", "test_faketensor")
 WRITTEN = {"insert_index": {"index_cache"}}
+WRITTEN |= {f"{name}_norm_rope_insert_index{weights}": {"kv_cache", "index_cache"}
+            for name in ("qk", "qkv") for weights in ("", "_nvfp4", "_mxfp8")}  # fmt: skip
 
 
 def noise(*shape, seed=0, dtype=torch.float32):
@@ -42,6 +44,8 @@ def arguments_of(name):
     cache, slots = torch.zeros(4, 2, 4, 32), torch.tensor([0, 1, 2, 9, -1, 13])
     starts = torch.tensor([0, 2, 6], dtype=torch.int32)
     heads = (noise(16), noise(16), positions, table, cache, slots, 4, 2, 16, eps, 0.0, True)
+    caches = cache, torch.zeros(4, 4, 16), slots
+    index_heads = (*(noise(16, seed=i) for i in range(4)), positions, table, *caches, 4, 2, 3, 16, eps, 1.0, False)
     wide = noise(128, 32, seed=3)
     batch = torch.tensor([0.0, 0.7, 1.3])
     return {
@@ -87,8 +91,13 @@ def arguments_of(name):
         "nvfp4_quantize_experts": (noise(3, 4, 32), "max6"),
         "nvfp4_dequantize_experts": (*quantized_experts(3, 4, 32), torch.bfloat16),
         "qk_norm_rope_insert": (noise(6, 128), *heads),
-        "qkv_norm_rope_insert": (x, wide, noise(128), *heads),
-        "qkv_norm_rope_insert_nvfp4": (x, *quantized(128), None, *heads),
+        "qkv_norm_rope_insert": (x, wide, noise(128), *heads, None),
+        "qkv_norm_rope_insert_nvfp4": (x, *quantized(128), None, *heads, None),
+        "qkv_norm_rope_insert_mxfp8": (x, *mxfp8.encode(wide), noise(128), *heads, noise(6, 128, seed=4)),
+        "qk_norm_rope_insert_index": (noise(6, 192), *index_heads),
+        "qkv_norm_rope_insert_index": (x, noise(192, 32), None, *index_heads, noise(6, 192, seed=4)),
+        "qkv_norm_rope_insert_index_nvfp4": (x, *quantized(192), None, *index_heads, None),
+        "qkv_norm_rope_insert_index_mxfp8": (x, *mxfp8.encode(noise(192, 32)), noise(192), *index_heads, None),
         "sample": (noise(3, 20), batch, torch.tensor([0, 3, 0]), torch.tensor([1.0, 1.0, 0.6]),
                    torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])),
     }[name]  # fmt: skip
@@ -316,3 +325,28 @@ def test_fused_projection_steps_equal_their_parts(norm):
     assert torch.equal(qkv, MM.rope(q, positions, table))
     assert torch.equal(fused, qkv)
     assert torch.equal(caches[0], caches[1]) and torch.equal(caches[0], caches[2])
+
+
+def test_fused_steps_with_an_indexer_equal_their_parts():
+    x, weight, positions, table = noise(6, 32), noise(192, 32), torch.arange(6), angles_table()
+    weights, delta, norm = [noise(16, seed=i) for i in range(4)], noise(6, 192, seed=9), (1e-4, 1.0, False)
+    slots = torch.tensor([0, 5, 1, -1, 7, 2])
+    caches, index_caches = ([torch.zeros(*shape) for _ in range(3)] for shape in ((2, 2, 4, 32), (2, 4, 16)))
+    parts = torch.split(MM.linear(x, weight) + delta, [64, 32, 32, 48, 16], dim=-1)
+    q, k, v, index_q, index_k = (part.reshape(6, -1, 16) for part in parts)
+    q, k, index_q, index_k = (
+        MM.rope(MM.rms_norm(part, w, *norm), positions, table)
+        for part, w in zip((q, k, index_q, index_k), weights, strict=True)
+    )
+    MM.insert_kv(k, v, caches[0], slots)
+    MM.insert_index(index_k[:, 0], index_caches[0], slots)
+    for i, (op, first) in enumerate(
+        ((MM.qk_norm_rope_insert_index, (MM.linear(x, weight) + delta,)),
+         (MM.qkv_norm_rope_insert_index, (x, weight, None))), 1
+    ):  # fmt: skip
+        more = () if i == 1 else (delta,)
+        given = (*weights, positions, table, caches[i], index_caches[i], slots, 4, 2, 3, 16, *norm, *more)
+        have_q, have_index_q = op(*first, *given)
+        assert torch.equal(have_q, q) and torch.equal(have_index_q, index_q)
+        assert torch.equal(caches[i], caches[0]) and torch.equal(index_caches[i], index_caches[0])
+    assert caches[0].abs().sum() > 0 and index_caches[0][1, 3].abs().sum() > 0 and not index_caches[0][0, 3].any()

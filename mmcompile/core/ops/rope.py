@@ -8,6 +8,7 @@ from torch import Tensor
 from mmcompile.core.ops.attention import insert_kv
 from mmcompile.core.ops.define import define_op
 from mmcompile.core.ops.linear import linear, linear_nvfp4
+from mmcompile.core.ops.linear_mxfp8 import linear_mxfp8
 from mmcompile.core.ops.norm import rms_norm
 
 
@@ -103,6 +104,7 @@ def _fake_qkv_norm_rope_insert(
     eps: float,
     weight_offset: float = 0.0,
     round_before_scale: bool = True,
+    delta: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((x.shape[0], num_heads, head_dim))
 
@@ -124,10 +126,15 @@ def qkv_norm_rope_insert(
     eps: float,
     weight_offset: float = 0.0,
     round_before_scale: bool = True,
+    delta: Tensor | None = None,
 ) -> Tensor:
-    """``qk_norm_rope_insert(linear(x, weight, bias), ...)``: x [tokens, k], weight [(H + 2 Hkv) * head_dim, k]."""
+    """``qk_norm_rope_insert(linear(x, weight, bias, residual=delta), ...)``.
+
+    x: [tokens, k]. weight: [(H + 2 Hkv) * head_dim, k]. delta: [tokens, (H + 2 Hkv) * head_dim] in x's dtype, added to
+    the rounded projection before the norms (a LoRA adapter's).
+    """
     return qk_norm_rope_insert(
-        linear(x, weight, bias),
+        linear(x, weight, bias, delta),
         q_weight,
         k_weight,
         positions,
@@ -161,6 +168,7 @@ def _fake_qkv_norm_rope_insert_nvfp4(
     eps: float,
     weight_offset: float = 0.0,
     round_before_scale: bool = True,
+    delta: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((x.shape[0], num_heads, head_dim))
 
@@ -184,10 +192,71 @@ def qkv_norm_rope_insert_nvfp4(
     eps: float,
     weight_offset: float = 0.0,
     round_before_scale: bool = True,
+    delta: Tensor | None = None,
 ) -> Tensor:
-    """``qk_norm_rope_insert(linear_nvfp4(x, packed, scale, global_scale, bias), ...)``."""
+    """``qk_norm_rope_insert(linear_nvfp4(x, packed, scale, global_scale, bias, residual=delta), ...)``."""
     return qk_norm_rope_insert(
-        linear_nvfp4(x, packed, scale, global_scale, bias),
+        linear_nvfp4(x, packed, scale, global_scale, bias, delta),
+        q_weight,
+        k_weight,
+        positions,
+        cos_sin,
+        kv_cache,
+        slot_mapping,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        eps,
+        weight_offset,
+        round_before_scale,
+    )
+
+
+def _fake_qkv_norm_rope_insert_mxfp8(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
+    delta: Tensor | None = None,
+) -> Tensor:
+    return x.new_empty((x.shape[0], num_heads, head_dim))
+
+
+@define_op(fake=_fake_qkv_norm_rope_insert_mxfp8, mutates=("kv_cache",))
+def qkv_norm_rope_insert_mxfp8(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
+    delta: Tensor | None = None,
+) -> Tensor:
+    """``qk_norm_rope_insert(linear_mxfp8(x, values, scale, bias, residual=delta), ...)``."""
+    return qk_norm_rope_insert(
+        linear_mxfp8(x, values, scale, bias, delta),
         q_weight,
         k_weight,
         positions,
