@@ -19,10 +19,10 @@ _spec.loader.exec_module(node_cases)
 
 
 def test_a_sample(tmp_path: Path):
-    table = node_cases.sweep(tmp_path, step=53)
+    table = node_cases.sweep(tmp_path, step=157)
     table.print()
     assert not table.failures
-    assert table.counts["passed"] >= 20
+    assert table.counts["passed"] >= 6
 
 
 @pytest.mark.slow
