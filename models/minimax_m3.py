@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -161,8 +162,7 @@ def swiglu_oai(gate: Tensor, up: Tensor, config: MiniMaxM3Config) -> Tensor:
     return (up + 1.0) * (gate * torch.sigmoid(gate * config.swiglu_alpha))
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """Where the tokens are: positions and blocks [tokens], the angles of RoPE [tokens, 1, r], and which keys (columns)
     lie ahead of a query (row)."""
 

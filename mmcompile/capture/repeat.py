@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ class Repeater:
     def _call(self, layer: Layer, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = list({id(t): t for t in leaves if isinstance(t, torch.Tensor)}.values())
-        plain = _list_containers(spec) <= {tuple, list, dict, None}
+        plain = _list_containers(spec) <= {tuple, list, dict, namedtuple, None}
         key = (layer.kind, str(spec) if plain else object(), _freeze_leaves(leaves, inputs))
         call = Call(layer, leaves, spec, inputs, key)
         number = len(self.calls)
