@@ -202,12 +202,13 @@ def _as_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def _find_known(raw: npt.NDArray[np.uint8], dtype: torch.dtype) -> npt.NDArray[np.bool_] | bool:
-    """Which bytes are not poison any more."""
+    """Which bytes are not poison any more: one bool, or one for each byte."""
     size = dtype.itemsize
     if size == 1 and not dtype.is_floating_point:
         return True
-    elements = (raw != POISON[dtype.is_floating_point]).reshape(-1, size).any(axis=1)
-    return np.repeat(elements, size)
+    poison = int.from_bytes(bytes([POISON[dtype.is_floating_point]]) * size, "little")
+    elements = raw.view(f"u{size}") != poison
+    return True if elements.all() else np.repeat(elements, size)
 
 
 def _read_back(memory: DeviceMemory, tensor: Tensor, addresses: Mapping[int, int]) -> Tensor:

@@ -15,7 +15,7 @@ Index = npt.NDArray[np.int64]
 
 BASE = 0x7F00_0000_0000
 GUARD = 4096
-_ALIGNMENT = 256
+_ALIGNMENT = 256  # also the size of a block: ``index >> 8``
 _FILL = 0xCD
 
 
@@ -37,20 +37,21 @@ class Region:
 class DeviceMemory:
     """All global memory that a launch may touch.
 
-    Register every buffer first, then run. ``data`` is the arena as bytes; ``owner[i]`` is 0 for guard bytes, else
-    1 + index of the region; ``known[i]`` says whether byte i was ever written (True for buffers with contents).
+    Register every buffer first, then run. ``data`` is the arena as bytes; ``known[i]`` says whether byte i was ever
+    written (True for buffers with contents). ``partly_unknown``: some byte of a buffer was not when it was registered.
     ``shadow_size``: bytes of all writable regions.
     """
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
         self.data: Bytes = np.full(GUARD, _FILL, np.uint8)
-        self.owner: npt.NDArray[np.int16] = np.zeros(GUARD, np.int16)
         self.known: npt.NDArray[np.bool_] = np.zeros(GUARD, np.bool_)
-        self._writable = np.zeros(1, np.bool_)
-        self._partly_unknown = False
-        self._shift = np.zeros(1, np.int64)
+        self.partly_unknown = False
         self.shadow_size = 0
+        self._room: tuple[Bytes, npt.NDArray[np.bool_]] = (self.data, self.known)
+        # By block of 256 bytes: 0 for guards, else 1 + index of the region; then by region.
+        self._owner: npt.NDArray[np.int16] = np.zeros(GUARD // _ALIGNMENT, np.int16)
+        self._writable, self._shift, self._end = np.zeros(1, np.bool_), np.zeros(1, np.int64), np.zeros(1, np.int64)
 
     def register(
         self,
@@ -68,17 +69,27 @@ class DeviceMemory:
         raw = np.ascontiguousarray(contents).reshape(-1).view(np.uint8)
         start, size = len(self.data), len(raw)
         gap = -size % _ALIGNMENT + GUARD
-        index = len(self.regions) + 1
+        self._grow(start + size + gap)
+        self.data[start : start + size], self.data[start + size :] = raw, _FILL
+        self.known[start : start + size], self.known[start + size :] = known, False
+        self.partly_unknown |= not (known if isinstance(known, bool) else bool(known.all()))
         self.regions.append(Region(name, start, size, writable))
-        self.data = np.concatenate([self.data, raw, np.full(gap, _FILL, np.uint8)])
-        self.owner = np.concatenate([self.owner, np.full(size, index, np.int16), np.zeros(gap, np.int16)])
-        marks = np.broadcast_to(np.asarray(known, np.bool_), (size,))
-        self.known = np.concatenate([self.known, marks, np.zeros(gap, np.bool_)])
+        blocks = -(-size // _ALIGNMENT)
+        after = np.zeros((size + gap) // _ALIGNMENT - blocks, np.int16)
+        self._owner = np.concatenate([self._owner, np.full(blocks, len(self.regions), np.int16), after])
         self._writable = np.append(self._writable, writable)
+        self._end = np.append(self._end, start + size)
         self._shift = np.append(self._shift, self.shadow_size - start)
         self.shadow_size += size if writable else 0
-        self._partly_unknown |= not bool(marks.all())
         return BASE + start
+
+    def _grow(self, size: int) -> None:
+        """Make ``data`` and ``known`` ``size`` bytes long, with room for as much again before the next copy."""
+        if size > len(self._room[0]):
+            room = np.empty(2 * size, np.uint8), np.empty(2 * size, np.bool_)
+            room[0][: len(self.data)], room[1][: len(self.known)] = self.data, self.known
+            self._room = room
+        self.data, self.known = self._room[0][:size], self._room[1][:size]
 
     def contents(self, address: int) -> Bytes:
         """A view of the region that starts at ``address``."""
@@ -95,16 +106,16 @@ class DeviceMemory:
             return index
         # Regions start at multiples of 256 bytes, so an aligned access is inside if its last byte is. All bits of all
         # indices together tell whether they are aligned; negative ones have the sign bit.
-        bits, last = int(np.bitwise_or.reduce(index)), index + (size - 1)
-        owner = self.owner[last] if bits >= 0 and int(last.max()) < len(self.owner) else None
-        if bits & (size - 1) or owner is None or not owner.all():
+        bits = int(np.bitwise_or.reduce(index))
+        owner = self._owner[index >> 8] if bits >= 0 and int(index.max()) < len(self.data) else None
+        if bits & (size - 1) or owner is None or not (index + size <= self._end[owner]).all():
             self._report(index, size, "write" if write else "read")
         assert owner is not None
         if write:
             if not self._writable[owner].all():
                 place = int(index[~self._writable[owner]][0])
                 raise EmulationFault("read-only", f"write of {size} bytes to {self.describe(place)}, an input")
-        elif self._partly_unknown:
+        elif self.partly_unknown:
             unknown = ~self.known[index] | ~self.known[index + size - 1]
             if unknown.any():
                 raise EmulationFault("uninitialised", f"read of {self.describe(int(index[unknown][0]))}")
@@ -115,7 +126,7 @@ class DeviceMemory:
 
         Only writable regions have a shadow in the race check: nobody writes the others.
         """
-        owner = self.owner[index]
+        owner = self._owner[index >> 8]
         writable = self._writable[owner]
         return writable, (index + self._shift[owner])[writable]
 
@@ -128,7 +139,7 @@ class DeviceMemory:
         """Store ``values`` [lanes, size]; the last of several lanes with one index wins."""
         places = index[:, None] + np.arange(values.shape[1])
         self.data[places] = values
-        if self._partly_unknown:
+        if self.partly_unknown:
             self.known[places] = True
 
     def describe(self, index: int) -> str:
@@ -140,9 +151,9 @@ class DeviceMemory:
 
     def _report(self, index: Index, size: int, what: str) -> None:
         """Raise the fault of an access that is out of bounds or misaligned."""
-        inside = (index >= 0) & (index + size <= len(self.data))
-        first, last = (self.owner[np.where(inside, place, 0)] for place in (index, index + size - 1))
-        wrong = index[~(inside & (first > 0) & (first == last))]
+        inside = (index >= 0) & (index < len(self.data))
+        owner = self._owner[np.where(inside, index, 0) >> 8]
+        wrong = index[~(inside & (index + size <= self._end[owner]))]
         if len(wrong):
             where = self.describe(int(wrong[0]))
             raise EmulationFault("out of bounds", f"global {what} of {size} bytes at {where}, {len(wrong)} lanes")

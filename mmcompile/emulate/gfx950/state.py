@@ -94,7 +94,7 @@ class Waves:
         self.scratch_unknown: npt.NDArray[np.uint8] = np.full((waves, LANES, scratch_bytes), 0xFF, np.uint8)
         self.kernarg_address = KERNARG
         self.kernarg: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self.memory_partly_unknown = not bool(memory.known[memory.owner > 0].all())
+        self.memory_partly_unknown = memory.partly_unknown
         self.late = False
         self.races: Races | None = None
         self.line, self.text, self.index = 0, "", 0

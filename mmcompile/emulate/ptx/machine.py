@@ -123,7 +123,7 @@ def _prepare(launch: Launch, program: Program, flow: Flow) -> LaunchState:
         program, memory, launch.grid, launch.threads, launch.shared_bytes, parameters, maps, addresses, late=launch.late
     )
     state.undefined = flow.tracked
-    state.partly_unknown = bool((~memory.known[memory.owner > 0]).any())
+    state.partly_unknown = memory.partly_unknown
     if launch.check_races:
         warps = len(launch.list_programs()) * (launch.threads // WARP)
         state.order = Order(warps, memory)
