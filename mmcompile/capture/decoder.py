@@ -240,7 +240,8 @@ def _explain_failure(make: Any, where: str, *args: Any, **fields: Any) -> Any:
 def _describe(config: Any) -> dict[str, Any]:
     """Facts of a transformers config under the names that models/ use; eos_token_ids is always a list."""
     heads = config.num_attention_heads
-    return {
+    block = getattr(config, "index_block_size", None)  # of MiniMax-M3
+    return ({"block_size": block} if block else {}) | {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

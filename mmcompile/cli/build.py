@@ -48,7 +48,12 @@ def build(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations: bfloat16, float16, float32.")] = "bfloat16",
     cache_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto, a dtype, or float8_e4m3fn.")] = "auto",
-    page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache, a power of two.")] = 64,
+    page_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per page of the KV cache, a power of two.", show_default="64, or the block of sparse attention"
+        ),
+    ] = None,
     max_context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
     max_tokens: Annotated[int, typer.Option(help="Tokens per prefill step; longer prompts go in chunks.")] = 512,
     max_batch: Annotated[int, typer.Option(help="Sequences per decode step.")] = 64,

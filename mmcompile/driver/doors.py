@@ -76,4 +76,6 @@ def _capture_named(name: str, module: ModuleType, config: Any, options: BuildOpt
         weights=options.weights, seed=options.seed, source=name,
     )  # fmt: skip
     captured.config |= {"vocab_size": config.vocab_size, "eos_token_ids": list(config.eos_token_ids)}
+    if hasattr(config, "block_size"):
+        captured.config["block_size"] = config.block_size
     return captured

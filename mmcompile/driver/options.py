@@ -20,7 +20,8 @@ class BuildOptions:
     Attributes:
         targets: names of files in targets/. quantization: "none" or a file of passes/quant.
         quantization_options: options of that scheme. dtype: of weights and activations.
-        cache_dtype: of the KV cache; "auto" = dtype. page_size: tokens per page of the cache.
+        cache_dtype: of the KV cache; "auto" = dtype. page_size: tokens per page of the cache; None = 64, or the block of
+            the model's block-sparse attention.
         max_context: tokens per sequence. max_tokens: tokens per prefill step (longer prompts go in chunks).
         max_batch: sequences per decode step. weights: "auto" takes the checkpoint's, or random ones if there is none.
         strict: an operation without a kernel is an error. portable: leave tuned kernels out.
@@ -36,7 +37,7 @@ class BuildOptions:
     quantization_options: dict[str, Any] = field(default_factory=dict)
     dtype: str = "bfloat16"
     cache_dtype: str = "auto"
-    page_size: int = 64
+    page_size: int | None = None
     max_context: int = 2048
     max_tokens: int = 512
     max_batch: int = 64
@@ -61,14 +62,14 @@ class BuildOptions:
         _check("cache dtype", (self.cache_dtype,), CACHE_DTYPES)
         _check("weights option", (self.weights,), WEIGHTS)
         _check("attention spelling", (self.attention,), ("sdpa", "eager"))
-        for name in ("page_size", "max_context", "max_tokens", "max_batch"):
+        for name in ("max_context", "max_tokens", "max_batch"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_batch > self.max_tokens:
             raise UsageError(
                 f"max_batch ({self.max_batch}) exceeds max_tokens ({self.max_tokens})", fix="raise --max-tokens"
             )
-        if self.page_size < 8 or self.page_size & (self.page_size - 1):
+        if self.page_size is not None and (self.page_size < 8 or self.page_size & (self.page_size - 1)):
             raise UsageError(f"page_size must be a power of two from 8 on, got {self.page_size}")
 
 

@@ -18,6 +18,8 @@ from mmcompile.driver.options import BuildOptions
 from mmcompile.driver.progress import Progress
 from mmcompile.passes.pipeline import list_decode_passes, list_passes, list_rules, list_score_passes
 
+_PAGE_SIZE = 64  # tokens per page of the KV cache, where neither the user nor the model says
+
 
 @dataclass
 class Rewritten:
@@ -41,7 +43,7 @@ def rewrite_model(captured: Captured, options: BuildOptions, dump: Path, progres
         quantization=options.quantization,
         quantization_options=options.quantization_options,
         cache_dtype=options.cache_dtype,
-        page_size=options.page_size,
+        page_size=options.page_size or captured.config.get("block_size", _PAGE_SIZE),
         checkpoint_nvfp4=captured.nvfp4,
         checkpoint_mxfp8=captured.mxfp8,
     )
@@ -105,7 +107,7 @@ def _limits(captured: Captured, options: BuildOptions, context: PassContext) -> 
     """Largest value of every symbol, by phase."""
     if captured.kind != "decoder":
         return {"forward": {name: high for name, (_, high) in captured.symbols.items()}}
-    blocks = {"max_blocks": -(-context.max_context // options.page_size)}
+    blocks = {"max_blocks": -(-context.max_context // context.page_size)}
     prefill = {"tokens": options.max_tokens, "batch": min(options.max_batch, options.max_tokens)} | blocks
     decode = {"tokens": options.max_batch, "batch": options.max_batch} | blocks
     return {"prefill": prefill, "decode": decode, "score": prefill}
