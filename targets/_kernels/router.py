@@ -54,25 +54,32 @@ def tile_route_top_k(token, logits, bias, weights, experts, STRIDE: tl.constexpr
 
 
 @triton.jit
-def tile_swiglu_oai(row, block, gate, up, result, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr,
-                    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """``(u + 1) * (g * sigmoid(ALPHA * g))`` of one block of columns of one row, rounded after every step.
+def swiglu_oai(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """``(u + 1) * (g * sigmoid(ALPHA * g))`` rounded to gate's dtype after every step, as mm::swiglu_oai.
 
     g is ``gate`` up to LIMIT, u is ``up`` within +-LIMIT; NaN stays NaN.
     """
-    dtype: tl.constexpr = gate.dtype.element_ty
-    row = row.to(tl.int64)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    g = tl.load(gate + row * GATE_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + row * UP_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = gate.dtype
+    g, u = gate.to(tl.float32), up.to(tl.float32)
     g = tl.where(g > LIMIT, LIMIT, g).to(dtype).to(tl.float32)
     u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u)).to(dtype).to(tl.float32)
     steep = (g * ALPHA).to(dtype).to(tl.float32)
     opened = (1.0 / (1.0 + tl.exp(-steep))).to(dtype).to(tl.float32)
     gated = (g * opened).to(dtype).to(tl.float32)
     shifted = (u + 1.0).to(dtype).to(tl.float32)
-    tl.store(result + row * WIDTH + column, (shifted * gated).to(result.dtype.element_ty), mask=mask)
+    return (shifted * gated).to(dtype)
+
+
+@triton.jit
+def tile_swiglu_oai(row, block, gate, up, result, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr,
+                    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """The clamped SwiGLU of one block of columns of one row."""
+    row = row.to(tl.int64)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    g = tl.load(gate + row * GATE_STRIDE + column, mask=mask, other=0.0)
+    u = tl.load(up + row * UP_STRIDE + column, mask=mask, other=0.0)
+    tl.store(result + row * WIDTH + column, swiglu_oai(g, u, ALPHA, LIMIT), mask=mask)
 
 
 def _refuse_route(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
