@@ -358,6 +358,9 @@ class MiniMaxM3Model(nn.Module):
 class MiniMaxM3ForCausalLM(nn.Module):
     """Decoder with a language-model head: input_ids, positions int [tokens] -> logits [tokens, vocab]."""
 
+    # Parameters that stay fp32 in a bf16 model: the published checkpoints route in fp32.
+    _keep_in_fp32_modules_strict = ("mlp.gate.weight", "e_score_correction_bias")
+
     def __init__(self, config: MiniMaxM3Config) -> None:
         super().__init__()
         self.config = config

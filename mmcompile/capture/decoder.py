@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -61,7 +62,7 @@ def capture_decoder(
         symbols={"tokens": (2, max_positions)},
         constants={"use_cache": False} if batched else None,
         kind="decoder",
-        source=f"{source}, weights {weights}" + (f" (seed {seed})" if weights == "random" else ""),
+        source=f"{source}, weights {weights}{f' (seed {seed})' if weights == 'random' else ''}{packed.describe()}",
     )
     _name_positions(captured, position_name)
     captured.nvfp4, captured.mxfp8 = packed.nvfp4, packed.mxfp8
@@ -85,29 +86,52 @@ def _build(
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast parameters only: RoPE frequencies and other buffers keep their precision."""
-    for parameter in module.parameters():
+    """Cast parameters only: RoPE frequencies, a router's selection bias and other buffers keep their precision.
+
+    Parameters that the model wants in fp32 get that (see :func:`_keeps_float32`).
+    """
+    kept = _keeps_float32(module, dtype)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(torch.float32 if any(p.search(name) for p in kept) else dtype)
     return module.eval()
 
 
+def _keeps_float32(module: nn.Module, dtype: torch.dtype) -> list[re.Pattern[str]]:
+    """Patterns of the parameters that stay fp32 whatever the model's dtype, as transformers loads a checkpoint.
+
+    Models say so in ``_keep_in_fp32_modules_strict`` and, for fp16 only, ``_keep_in_fp32_modules``: parts of names with
+    ``*`` for anything. MiniMax-M3 of transformers 5.24 names none, so its router runs in the model's dtype there; ours
+    names its router.
+    """
+    names = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        names |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return [re.compile(name.replace("*", ".*")) for name in sorted(names)]
+
+
 def load_weights(module: nn.Module, checkpoint: Checkpoint) -> PackedWeights:
-    """Give every parameter its tensor of the checkpoint, decoding quantized ones; return those in packed form too."""
+    """Give every parameter and every persistent buffer its tensor of the checkpoint, decoding quantized ones.
+
+    Returns: those in packed form too, and what was left out of a multimodal checkpoint. Raises CheckpointError for a
+    tensor that is missing, that nothing takes, or that is damaged.
+    """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    checkpoint = stack_experts(checkpoint, parameters)
+    buffers = {n: b for n, b in module.named_buffers(remove_duplicate=False) if n in module.state_dict()}
+    tensors = parameters | buffers
+    checkpoint = stack_experts(checkpoint, tensors)
     packed = load_packed(checkpoint, parameters)
     quantized = {name_parameter(checkpoint, name): name for name in packed}
-    ordinary = {n: p for n, p in parameters.items() if n not in quantized}
+    ordinary = {n: p for n, p in tensors.items() if n not in quantized}
     first: dict[int, str] = {}
     tied = {n: first[id(p)] for n, p in ordinary.items() if first.setdefault(id(p), n) != n}
     loaded = load_into(checkpoint, {n: (tuple(p.shape), p.dtype) for n, p in ordinary.items()}, tied)
     for name, stored in quantized.items():
         loaded[name] = packed.decode(stored, parameters[name].dtype)
-    shared = {id(t): nn.Parameter(t, requires_grad=False) for t in loaded.values()}
+    shared = {id(t): nn.Parameter(t, requires_grad=False) for n, t in loaded.items() if n in parameters}
     for name, tensor in loaded.items():
         path, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(path), leaf, shared[id(tensor)])
+        setattr(module.get_submodule(path), leaf, shared[id(tensor)] if name in parameters else tensor)
     return packed
 
 

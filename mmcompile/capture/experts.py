@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -22,21 +23,27 @@ _PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-_OLD_LAYER, _NEW_LAYER = ".block_sparse_moe.", ".mlp."
 _TEXT = "language_model."
+# Names of checkpoints and what modules call the same: Mixtral and MiniMax, then transformers' MiniMax-M3.
+_SPELLINGS = (
+    (".block_sparse_moe.", ".mlp."),
+    (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+    (".self_attn.index_", ".self_attn.indexer."),
+)
 # Parts of a multimodal checkpoint beside its text decoder: vision, and drafts for speculative decoding.
 _OTHER_PARTS = re.compile(
-    r"(language_model\.)?(model\.)?(vision_tower|multi_modal_projector|patch_merge_mlp|mtp|dspark)\."
+    r"(?:language_model\.)?(?:model\.)?(vision_tower|multi_modal_projector|patch_merge_mlp|mtp|dspark)\."
 )
 
 
 def stack_experts(checkpoint: Checkpoint, parameters: Container[str]) -> Checkpoint:
-    """The checkpoint as a model with these parameters spells it.
+    """The checkpoint as a model with these parameters and persistent buffers spells it.
 
     ``<layer>.experts.<i>.gate_proj`` and ``up_proj`` [n, k] become ``<layer>.experts.gate_up_proj`` [experts, 2n, k],
     and ``down_proj`` likewise, where the model has such a parameter; ``block_sparse_moe`` (Mixtral, MiniMax) becomes
     ``mlp``. NVFP4 experts become a PackedExperts; MXFP8 experts are decoded to bf16, which holds them exactly. Of a
-    multimodal checkpoint (``language_model.*``) the text decoder remains. A tensor is read only when it is loaded.
+    multimodal checkpoint (``language_model.*``) the text decoder remains, and ``left_out`` counts the rest. A tensor is
+    read only when it is loaded.
 
     Raises CheckpointError if an expert is missing, differs in shape, or is stored otherwise than the others.
     """
@@ -81,8 +88,13 @@ def _choose_parts(checkpoint: Checkpoint, parameters: Container[str]) -> Checkpo
     kinds = (checkpoint.tensors, checkpoint.nvfp4, checkpoint.mxfp8)
     multimodal = any(name.startswith(_TEXT) for kind in kinds for name in kind)
 
+    left_out: Counter[str] = Counter()
+
     def keep(name: str) -> bool:
-        return not (multimodal and _OTHER_PARTS.match(name) and name not in parameters)
+        part = _OTHER_PARTS.match(name) if multimodal and name not in parameters else None
+        if part is not None:
+            left_out[part[1]] += 1
+        return part is None
 
     def rename(module: str) -> str:
         return _rename(f"{module}.weight", parameters).removesuffix(".weight")
@@ -90,15 +102,15 @@ def _choose_parts(checkpoint: Checkpoint, parameters: Container[str]) -> Checkpo
     tensors = {_rename(name, parameters): lazy for name, lazy in checkpoint.tensors.items() if keep(name)}
     packed = {rename(name): parts for name, parts in checkpoint.nvfp4.items() if keep(name)}
     scaled = {rename(name): parts for name, parts in checkpoint.mxfp8.items() if keep(name)}
-    return replace(checkpoint, tensors=tensors, nvfp4=packed, mxfp8=scaled)
+    return replace(checkpoint, tensors=tensors, nvfp4=packed, mxfp8=scaled, left_out=dict(sorted(left_out.items())))
 
 
 def _rename(name: str, parameters: Container[str]) -> str:
-    """The name with the prefix of the text decoder and the old name of a layer replaced, if the model has that."""
-    moved = name.replace(_OLD_LAYER, _NEW_LAYER)
-    for new in (name, moved, name.removeprefix(_TEXT), moved.removeprefix(_TEXT)):
-        if new in parameters or _names_expert(new.removesuffix(".weight"), parameters):
-            return new
+    """The name as the model spells it, perhaps without the prefix of a text decoder; as stored if it has no such."""
+    for start in (name, name.removeprefix(_TEXT)):
+        for spelled in accumulate(_SPELLINGS, lambda text, pair: text.replace(*pair), initial=start):
+            if spelled in parameters or _names_expert(spelled.removesuffix(".weight"), parameters):
+                return spelled
     return name
 
 

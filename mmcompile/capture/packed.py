@@ -26,10 +26,17 @@ class PackedWeights:
     Attributes:
         nvfp4: (packed, scale, global scale) of a weight [n, k] or of experts [experts, n, k]; the multiplier is fp32,
             one a row. mxfp8: (values, scale).
+        left_out: tensors of a multimodal checkpoint that the text decoder does not need, by part.
     """
 
     nvfp4: dict[str, Nvfp4] = field(default_factory=dict)
     mxfp8: dict[str, Mxfp8] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """A clause on what was left out, "" if nothing was."""
+        parts = ", ".join(f"{part} ({count} tensors)" for part, count in self.left_out.items())
+        return f", left out: {parts}" if parts else ""
 
     def decode(self, name: str, dtype: torch.dtype) -> Tensor:
         """The weight of one module or the stack of that name, in ``dtype``."""
@@ -73,6 +80,7 @@ def load_packed(checkpoint: Checkpoint, parameters: Mapping[str, Tensor]) -> Pac
         {module: checkpoint.load_nvfp4(module) for module in checkpoint.nvfp4}
         | {name: experts.load() for name, experts in checkpoint.experts.items()},
         {module: checkpoint.load_mxfp8(module) for module in checkpoint.mxfp8},
+        dict(checkpoint.left_out),
     )
 
 

@@ -126,6 +126,7 @@ class Checkpoint:
         mxfp8: every MXFP8 weight likewise.
         experts: every stack of NVFP4 experts by the name of the parameter that it is in the model, once they are
             stacked (:func:`mmcompile.capture.experts.stack_experts`).
+        left_out: number of stored tensors by part (vision tower, drafts) that are not of the text decoder, likewise.
         chat_template: a Jinja template, or None.
         special_tokens: text by role: ``bos_token``, ``eos_token``, ...
         build_tokenizer: makes the tokenizer; raises CheckpointError if there is none.
@@ -138,6 +139,7 @@ class Checkpoint:
     nvfp4: Mapping[str, PackedLinear] = field(default_factory=dict)
     mxfp8: Mapping[str, ScaledLinear] = field(default_factory=dict)
     experts: Mapping[str, PackedExperts] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
