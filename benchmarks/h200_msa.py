@@ -30,7 +30,7 @@ HEADS, KV_HEADS, INDEX_HEADS, HEAD_DIM, PAGE, TOP_K = 64, 4, 4, 128, 128, 16
 CACHES = ("bfloat16", "float8_e4m3fn")
 OPERATIONS = ("paged_index_score", "block_top_k", "paged_block_sparse_attention")
 COLD_BYTES = 256 << 20
-POOL_BYTES = 6 << 30
+POOL_BYTES = 1 << 30
 BOUND = 1e-2
 SELECTION = {"block_size": PAGE, "top_k": TOP_K, "local_blocks": 1, "initial_blocks": 0}
 
@@ -204,7 +204,7 @@ def measure(kit: Kit, op: str, cache: str, load: Load, pools: tuple[Tensor, Tens
     moved = load.count_bytes(op, getattr(torch, cache).itemsize)
     for temperature in ("hot", "cold"):
         copies = 1 if temperature == "hot" else max(2, min(64, COLD_BYTES // moved))
-        pages = min(pool.shape[0] for pool in pools)
+        pages = pools[0 if op == "paged_index_score" else 1].shape[0]
         sets = [list_operations(make_inputs(load, pages), *pools)[op] for _ in range(copies)]
         values = allocate(op, entry, load)
 
