@@ -112,13 +112,14 @@ def _apply_rule(
         if getattr(node, "_erased", False):
             continue
         bindings = matcher.match(node)
-        failure = matcher.failure
+        failure, miss = matcher.failure, None
         if bindings is not None:
             refused = _guard(rule, bindings) or _replace(graph_module, rule, matcher, bindings, result)
             if refused:
-                misses[node] = matcher.size, NearMiss(rule.name, node.name, refused, source_of(node))
+                miss = matcher.size, NearMiss(rule.name, node.name, refused, source_of(node))
         elif failure is not None and failure.depth >= min(rule.enough, matcher.size - 1) > 0:
             miss = failure.depth, NearMiss(rule.name, failure.node, failure.reason, failure.source)
+        if miss is not None:
             misses[node] = max(misses.get(node, miss), miss, key=lambda entry: entry[0])
 
 

@@ -15,6 +15,17 @@ DESCRIPTION = "merge linear layers that read the same input: QKV, gate/up"
 EFFECT = "bounded"
 _MM = torch.ops.mm
 _ATEN = torch.ops.aten
+# (operation, argument) where a projection ends -> its place in the rows that the fused QKV operations take.
+_ROLES = {
+    (_MM.insert_kv.default, 0): 1,
+    (_MM.insert_kv.default, 1): 2,
+    (_MM.paged_index_score.default, 0): 3,
+    (_MM.insert_index.default, 0): 4,
+}
+_ON_THE_WAY = {
+    _ATEN.reshape.default, _ATEN.select.int, _ATEN.squeeze.dim, _ATEN.unsqueeze.default, _ATEN.transpose.int,
+    _ATEN.contiguous.default, _MM.rms_norm.default, _MM.rope.default,
+}  # fmt: skip
 # Weight operands of each mergeable operation: concatenated along the rows.
 _ROWS = {
     _MM.linear.default: ("weight", "bias"),
@@ -53,6 +64,7 @@ def _refuse(group: list[fx.Node], constant: set[fx.Node]) -> str | None:
 
 def _merge(graph_module: fx.GraphModule, group: list[fx.Node]) -> Match:
     graph, first = graph_module.graph, group[0]
+    group = sorted(group, key=_find_role)
     arguments = [full_arguments(n) for n in group]
     made: list[fx.Node] = []
 
@@ -60,6 +72,7 @@ def _merge(graph_module: fx.GraphModule, group: list[fx.Node]) -> Match:
         made.append(graph.call_function(target, args))
         return made[-1]
 
+    rule = _rule_name(group)
     _hoist_weights(arguments, first)
     with graph.inserting_before(first):
         merged = {}
@@ -76,7 +89,20 @@ def _merge(graph_module: fx.GraphModule, group: list[fx.Node]) -> Match:
     for old, new in zip(group, pieces, strict=True):
         old.replace_all_uses_with(new)
         graph.erase_node(old)
-    return Match(_rule_name(pieces), tuple(n.name for n in group), (wide.name,), source_of(first))
+    return Match(rule, tuple(n.name for n in group), (wide.name,), source_of(first))
+
+
+def _find_role(node: fx.Node) -> int:
+    """0 for queries and all other layers, 1 keys, 2 values, 3 queries and 4 keys of an indexer."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        place = next((i for i, a in enumerate(user.args) if a is node), 0)
+        if (user.target, place) in _ROLES:
+            return _ROLES[user.target, place]
+        if user.target not in _ON_THE_WAY or place != 0:
+            return 0
+        node = user
+    return 0
 
 
 def _hoist_weights(arguments: list[dict[str, Any]], first: fx.Node) -> None:
@@ -92,8 +118,10 @@ def _hoist_weights(arguments: list[dict[str, Any]], first: fx.Node) -> None:
         first.prepend(node)
 
 
-def _rule_name(pieces: list[fx.Node]) -> str:
-    """What was merged: three layers are q, k, v; two that meet in a SwiGLU are gate and up."""
-    if len(pieces) == 2 and any(u.target == _MM.swiglu.default for u in pieces[0].users):
+def _rule_name(group: list[fx.Node]) -> str:
+    """What is merged: three layers are q, k, v, five with an indexer; two that meet in a SwiGLU are gate and up."""
+    if len(group) == 2 and any(u.target == _MM.swiglu.default for u in group[0].users):
         return "merge_gate_up"
-    return "merge_qkv" if len(pieces) == 3 else "merge_linears"
+    if [_find_role(n) for n in group] == [0, 1, 2, 3, 4]:
+        return "merge_qkv_index"
+    return "merge_qkv" if len(group) == 3 else "merge_linears"

@@ -15,6 +15,7 @@ from mmcompile.targets._kernels import (
     norm,
     pointwise,
     qkv,
+    qkv_index,
     rope,
     router,
     sampling,
@@ -33,6 +34,7 @@ _TEMPLATES: tuple[KernelTemplate, ...] = (
     *linear_w4a4.TEMPLATES,
     *two_step.NARROW,  # where two launches beat the fused one
     *qkv.TEMPLATES,
+    *qkv_index.TEMPLATES,
     *two_step.TEMPLATES,
     *attention.TEMPLATES,
     *sparse_index.TEMPLATES,

@@ -8,12 +8,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Parameter
+from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels.attention import CACHE_DTYPES
 from mmcompile.targets._kernels.common import (
-    ELEMENT_SIZES,
     FLOATS,
     ceil_div,
     is_present,
@@ -27,13 +26,12 @@ from mmcompile.targets._kernels.common import (
     symbol_parameters,
 )
 from mmcompile.targets._kernels.linear import SKINNY_TOKENS, SPLIT, Blocks, mma_ledger, project_skinny, skinny_blocks
-from mmcompile.targets._kernels.linear_nvfp4 import WEIGHTS, nvfp4_intrinsics, refuse_weight
 from mmcompile.targets._kernels.norm import scale_normed
+from mmcompile.targets._kernels.qkv_project import FORMATS, count_rows, element_size, find_format, take_projection
 from mmcompile.targets._kernels.rope import rotate_halves, to_cache
 
 _MAX_HEAD_DIM = 256
 PART_ROWS = 16
-_OPTIONAL = ("bias", "q_weight", "k_weight")
 
 
 @triton.jit
@@ -54,39 +52,41 @@ def norm_heads(value, q_weight, k_weight, is_q, is_k, column, valid, HEAD_DIM: t
 
 
 @triton.jit
-def tile_qkv(tile, x, weight, scale, global_scale, bias, q_weight, k_weight, positions, cos_sin, kv_cache,
-             slot_mapping, result, tokens, K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
-             SCALE_STRIDE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-             HALF: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ROUND_BEFORE_SCALE: tl.constexpr,
-             COS_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-             CACHE_HEAD_STRIDE: tl.constexpr, CACHE_ROW_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr,
-             SPLIT: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_K: tl.constexpr):
-    """One of PARTS parts of a head of [q | k | v], for at most BLOCK_M tokens: project, normalise, rotate, store.
+def order_columns(part, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The columns of part ``part`` of a head [BLOCK_N], and which of them exist.
 
-    2 HALF dimensions are rotated. Columns are projected in the order 0, HALF, 1, HALF + 1, ... so that both members
-    of a rotated pair lie in one thread; the dimensions that pass through keep their order. A norm needs PARTS == 1.
+    The order is 0, HALF, 1, HALF + 1, ... so that both members of a rotated pair lie in one thread; the dimensions
+    that pass through keep their order.
     """
-    part = tile % PARTS
-    tile = tile // PARTS
     place = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = tl.where(place < 2 * HALF, place // 2 + (place % 2) * HALF, place)
-    valid = place < HEAD_DIM
-    row = tile * HEAD_DIM + column
-    is_q, is_k = tile < HEADS, (tile >= HEADS) & (tile < HEADS + KV_HEADS)
-    value = project_skinny(x, weight, scale, global_scale, tokens, row, valid, K, X_STRIDE, WEIGHT_STRIDE,
-                           SCALE_STRIDE, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K)
+    return tl.where(place < 2 * HALF, place // 2 + (place % 2) * HALF, place), place < HEAD_DIM
+
+
+@triton.jit
+def round_projection(value, bias, delta, token, active, row, valid, DELTA_STRIDE: tl.constexpr,
+                     dtype: tl.constexpr):
+    """fp32 value [m, n] plus bias, rounded to ``dtype``, plus delta, rounded again."""
     if bias is not None:
         value += tl.load(bias + row, mask=valid, other=0.0).to(tl.float32)[None, :]
-    value = value.to(x.dtype.element_ty)
-    if q_weight is not None or k_weight is not None:
-        value = norm_heads(value, q_weight, k_weight, is_q, is_k, column, valid, HEAD_DIM, EPS, WEIGHT_OFFSET,
-                           ROUND_BEFORE_SCALE)
+    value = value.to(dtype)
+    if delta is not None:
+        place = delta + token[:, None] * DELTA_STRIDE + row[None, :]
+        other = tl.load(place, mask=active[:, None] & valid[None, :], other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(dtype)
+    return value
+
+
+@triton.jit
+def turn_pairs(value, turns, part, token, active, positions, cos_sin, HALF: tl.constexpr, COS_STRIDE: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rotate the first HALF pairs of value [BLOCK_M, BLOCK_N], its columns in the order of ``order_columns``.
+
+    Returns the firsts and the seconds of all pairs [BLOCK_M, BLOCK_N / 2] and their columns [1, BLOCK_N / 2]. A head
+    that does not turn (a value) is split likewise.
+    """
     first, second = tl.split(tl.reshape(value, (BLOCK_M, BLOCK_N // 2, 2)))
     pair = part * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    token = tl.arange(0, BLOCK_M).to(tl.int64)
-    active = token < tokens
-    rotated = (pair < tl.where(tile < HEADS + KV_HEADS, HALF, 0))[None, :]
+    rotated = (pair < tl.where(turns, HALF, 0))[None, :]
     table = cos_sin + tl.load(positions + token, mask=active, other=0).to(tl.int64)[:, None] * COS_STRIDE + pair
     mask = active[:, None] & rotated
     cos = tl.load(table, mask=mask, other=0.0).to(value.dtype)
@@ -95,8 +95,17 @@ def tile_qkv(tile, x, weight, scale, global_scale, bias, q_weight, k_weight, pos
     first, second = tl.where(rotated, turned_first, first), tl.where(rotated, turned_second, second)
     first_column = tl.where(pair < HALF, pair, 2 * pair)[None, :]
     second_column = tl.where(pair < HALF, pair + HALF, 2 * pair + 1)[None, :]
-    in_head = (pair < HEAD_DIM // 2)[None, :]
-    if is_q:
+    return first, second, first_column, second_column
+
+
+@triton.jit
+def store_qkv(first, second, first_column, second_column, tile, token, active, kv_cache, slot_mapping, result,
+              HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+              PAGE_STRIDE: tl.constexpr, CACHE_HEAD_STRIDE: tl.constexpr, CACHE_ROW_STRIDE: tl.constexpr,
+              RESULT_STRIDE: tl.constexpr):
+    """Write the pairs of head ``tile`` of [q | k | v]: queries to result, keys and values to the tokens' slots."""
+    in_head = second_column < HEAD_DIM
+    if tile < HEADS:
         q_rows = result + (token * RESULT_STRIDE + tile * HEAD_DIM)[:, None]
         q_mask = active[:, None] & in_head
         tl.store(q_rows + first_column, first, mask=q_mask)
@@ -110,6 +119,39 @@ def tile_qkv(tile, x, weight, scale, global_scale, bias, q_weight, k_weight, pos
         tl.store(rows + second_column, to_cache(second, kv_cache.dtype.element_ty), mask=kv_mask)
 
 
+@triton.jit
+def tile_qkv(tile, x, weight, scale, global_scale, bias, delta, q_weight, k_weight, positions, cos_sin, kv_cache,
+             slot_mapping, result, tokens, K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
+             SCALE_STRIDE: tl.constexpr, DELTA_STRIDE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+             HEAD_DIM: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
+             ROUND_BEFORE_SCALE: tl.constexpr, COS_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+             PAGE_STRIDE: tl.constexpr, CACHE_HEAD_STRIDE: tl.constexpr, CACHE_ROW_STRIDE: tl.constexpr,
+             RESULT_STRIDE: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """One of PARTS parts of a head of [q | k | v], for at most BLOCK_M tokens: project, normalise, rotate, store.
+
+    2 HALF dimensions are rotated. A norm needs PARTS == 1.
+    """
+    part = tile % PARTS
+    tile = tile // PARTS
+    column, valid = order_columns(part, HALF, HEAD_DIM, BLOCK_N)
+    row = tile * HEAD_DIM + column
+    value = project_skinny(x, weight, scale, global_scale, tokens, row, valid, K, X_STRIDE, WEIGHT_STRIDE,
+                           SCALE_STRIDE, SPLIT, BLOCK_M, BLOCK_N, BLOCK_K)
+    token = tl.arange(0, BLOCK_M).to(tl.int64)
+    active = token < tokens
+    value = round_projection(value, bias, delta, token, active, row, valid, DELTA_STRIDE, x.dtype.element_ty)
+    if q_weight is not None or k_weight is not None:
+        is_q, is_k = tile < HEADS, (tile >= HEADS) & (tile < HEADS + KV_HEADS)
+        value = norm_heads(value, q_weight, k_weight, is_q, is_k, column, valid, HEAD_DIM, EPS, WEIGHT_OFFSET,
+                           ROUND_BEFORE_SCALE)
+    turns = tile < HEADS + KV_HEADS
+    first, second, first_column, second_column = turn_pairs(value, turns, part, token, active, positions, cos_sin,
+                                                            HALF, COS_STRIDE, BLOCK_M, BLOCK_N)
+    store_qkv(first, second, first_column, second_column, tile, token, active, kv_cache, slot_mapping, result, HEADS,
+              KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, CACHE_HEAD_STRIDE, CACHE_ROW_STRIDE, RESULT_STRIDE)
+
+
 def has_norm(call: OpCall) -> bool:
     """True if q or k is normalised per head."""
     return is_present(call, "q_weight") or is_present(call, "k_weight")
@@ -120,11 +162,8 @@ def count_parts(call: OpCall, block_n: int) -> int:
     return ceil_div(int(call.attributes["head_dim"]), block_n)
 
 
-def _is_nvfp4(call: OpCall) -> bool:
-    return call.op.endswith("nvfp4")
-
-
-def _refuse_heads(call: OpCall) -> str | None:
+def refuse_heads(call: OpCall) -> str | None:
+    """The reason why the head size or the rotary width cannot be served, or None."""
     head_dim, rotary = int(call.attributes["head_dim"]), need(call, "cos_sin").shape[1]
     if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
         return f"head_dim {head_dim} is odd or above {_MAX_HEAD_DIM}"
@@ -133,42 +172,52 @@ def _refuse_heads(call: OpCall) -> str | None:
     return None
 
 
-def _refuse_cache(call: OpCall) -> str | None:
-    cache, positions, slots = (need(call, name) for name in ("kv_cache", "positions", "slot_mapping"))
+def refuse_cache(call: OpCall, name: str) -> str | None:
+    """The reason why the cache called ``name`` or where its rows go cannot be served, or None."""
+    cache, positions, slots = (need(call, operand) for operand in (name, "positions", "slot_mapping"))
     if cache.dtype not in CACHE_DTYPES:
-        return f"kv_cache is {cache.dtype}, not one of {', '.join(CACHE_DTYPES)}"
-    if not all(isinstance(n, int) for n in (*cache.shape[1:], *cache.strides)) or cache.strides[3] != 1:
-        return "kv_cache must have a static page layout with a last stride of 1"
+        return f"{name} is {cache.dtype}, not one of {', '.join(CACHE_DTYPES)}"
+    if not all(isinstance(n, int) for n in (*cache.shape[1:], *cache.strides)) or cache.strides[-1] != 1:
+        return f"{name} must have a static page layout with a last stride of 1"
     if positions.strides[0] != 1 or slots.strides[0] != 1:
         return "positions and slot_mapping must be contiguous"
     return None
 
 
-def _refuse(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
-    reason = refuse_rows(call, "x", "cos_sin") or _refuse_heads(call) or _refuse_cache(call)
-    if reason is not None:
-        return reason
-    for name in _OPTIONAL:
+def refuse_norms(call: OpCall, *names: str) -> str | None:
+    """The reason why a present norm's weight among ``names`` cannot be served, or None."""
+    for name in names:
         operand = call.operands.get(name)
         if operand is not None and (operand.dtype not in FLOATS or operand.strides[0] != 1):
             return f"{name} must be contiguous floats"
-    if _is_nvfp4(call):
-        return refuse_weight(call)
-    reason = refuse_rows(call, "weight")
-    if reason is None and need(call, "weight").dtype != need(call, "x").dtype:
-        return f"weight is {need(call, 'weight').dtype} and x {need(call, 'x').dtype}"
-    return reason
+    return None
 
 
-def _constants(call: OpCall, blocks: Blocks) -> dict[str, int | float | bool | str]:
-    """The constants of tile_qkv by name, in the order of its parameters."""
-    attributes, cache = call.attributes, need(call, "kv_cache")
-    weight = need(call, "packed" if _is_nvfp4(call) else "weight")
+def refuse_projection(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+    """The reason why x, the weight, bias or delta cannot be served, or None."""
+    reason = refuse_rows(call, "x", "cos_sin")
+    return reason or find_format(call).templates[0].refuse(take_projection(call), spec, arch)
+
+
+def _refuse(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+    return (
+        refuse_heads(call)
+        or refuse_cache(call, "kv_cache")
+        or refuse_norms(call, "q_weight", "k_weight")
+        or refuse_projection(call, spec, arch)
+    )
+
+
+def qkv_constants(call: OpCall) -> dict[str, int | float | bool | str]:
+    """The constants that tile_qkv has but for its blocks, by name."""
+    attributes, cache, delta = call.attributes, need(call, "kv_cache"), call.operands.get("delta")
+    weight, *scales = (need(call, name) for name in find_format(call).weights)
     return {
         "K": int(need(call, "x").shape[1]),
         "X_STRIDE": row_stride(need(call, "x")),
         "WEIGHT_STRIDE": row_stride(weight),
-        "SCALE_STRIDE": row_stride(need(call, "scale")) if _is_nvfp4(call) else 0,
+        "SCALE_STRIDE": row_stride(scales[0]) if scales else 0,
+        "DELTA_STRIDE": 0 if delta is None else row_stride(delta),
         "HEADS": int(attributes["num_heads"]),
         "KV_HEADS": int(attributes["num_kv_heads"]),
         "HEAD_DIM": int(attributes["head_dim"]),
@@ -182,55 +231,78 @@ def _constants(call: OpCall, blocks: Blocks) -> dict[str, int | float | bool | s
         "CACHE_HEAD_STRIDE": int(cache.strides[1]),
         "CACHE_ROW_STRIDE": int(cache.strides[2]),
         "RESULT_STRIDE": row_stride(call.results[0]),
-        "SPLIT": SPLIT,
-        "PARTS": count_parts(call, blocks.n),
-        "BLOCK_M": blocks.m,
-        "BLOCK_N": blocks.n,
-        "BLOCK_K": blocks.k,
     }
 
 
-def _parameters(call: OpCall, names: list[str]) -> list[Parameter]:
-    pointers = [pointer(name, need(call, name)) for name in names]
-    return [*pointers, pointer("result", call.results[0]), *symbol_parameters(need(call, "x").shape[0])]
+def qkv_arguments(call: OpCall, norms: tuple[str, ...], rest: tuple[str, ...]) -> list[str]:
+    """The operands of a fused tile in order, "None" for absent ones: x, weight, bias, delta, ``norms``, ``rest``."""
+    weights = [*find_format(call).weights, "None", "None"][:3]
+    optional = [name if is_present(call, name) else "None" for name in ("bias", "delta", *norms)]
+    return ["x", *weights, *optional, *rest]
 
 
-def _emit(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
-    x, attributes = need(call, "x"), call.attributes
-    size, k, head_dim = ELEMENT_SIZES[x.dtype], int(x.shape[1]), int(attributes["head_dim"])
-    block_n = max(16, next_power_of_two(head_dim)) if has_norm(call) else PART_ROWS
-    blocks = skinny_blocks(tokens, block_n, k, size, spec)
-    weights = WEIGHTS if _is_nvfp4(call) else ("weight", "None", "None")
-    intrinsics: dict[str, Any] = {}
-    ledger = mma_ledger(x.dtype, blocks, spec, arch)
-    if _is_nvfp4(call):
-        intrinsics, decoder_ledger = nvfp4_intrinsics(arch, x.dtype)
-        ledger |= decoder_ledger
-    optional = [name if is_present(call, name) else "None" for name in _OPTIONAL]
-    arguments = ["x", *weights, *optional, "positions", "cos_sin", "kv_cache", "slot_mapping"]
-    constants = _constants(call, blocks)
-    heads = int(attributes["num_heads"]) + 2 * int(attributes["num_kv_heads"])
-    spelled = ", ".join(["tl.program_id(0)", *arguments, "result", str(x.shape[0]), *constants])
+def emit_qkv(
+    call: OpCall,
+    tile: Any,
+    arguments: list[str],
+    constants: dict[str, int | float | bool | str],
+    blocks: Blocks,
+    spec: TargetSpec,
+    arch: Architecture,
+) -> tuple[KernelSource, ...]:
+    """Emit a fused kernel: ``tile`` of ``arguments``, the results, the token count and ``constants``.
+
+    One program computes a part of a head for all of at most ``blocks.m`` tokens.
+    """
+    x, head_dim, form = need(call, "x"), int(call.attributes["head_dim"]), find_format(call)
+    heads = count_rows(call) // head_dim
+    intrinsics, ledger = form.intrinsics(arch, x.dtype)
+    results = {"result": call.results[0]} | ({"result1": call.results[1]} if len(call.results) > 1 else {})
+    spelled = ", ".join(["tl.program_id(0)", *arguments, *results, str(x.shape[0]), *constants])
+    pointers = [pointer(name, need(call, name)) for name in arguments if name != "None"]
+    pointers += [pointer(name, operand) for name, operand in results.items()]
+    delta = "delta" if is_present(call, "delta") else ""
     return (
         emit_kernel(
-            name=kernel_name(f"{call.op}_skinny{tokens}", short_dtype(x.dtype), f"{heads}x{head_dim}x{k}",
-                             short_dtype(need(call, "kv_cache").dtype)),
-            title=f"{call.op}: [{x.shape[0]} <= {tokens}, {k}] {x.dtype} to {heads} heads of {head_dim}.",
-            tiles=[tile_qkv],
+            name=kernel_name(f"{call.op}_skinny{blocks.m}", short_dtype(x.dtype), f"{heads}x{head_dim}x{x.shape[1]}",
+                             short_dtype(need(call, "kv_cache").dtype), delta),
+            title=f"{call.op}: [{x.shape[0]} <= {blocks.m}, {x.shape[1]}] {x.dtype} to {heads} heads of {head_dim}.",
+            tiles=[tile],
             constants=constants,
-            parameters=_parameters(call, [name for name in arguments if name != "None"]),
-            body=f"tile_qkv({spelled})",
+            parameters=[*pointers, *symbol_parameters(x.shape[0])],
+            body=f"{tile.__name__}({spelled})",
             grid=(str(heads * count_parts(call, blocks.n)), "1", "1"),
             intrinsics=intrinsics,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
-            ledger=ledger,
+            ledger=mma_ledger(form.multiplied_dtype(x.dtype), blocks, spec, arch) | ledger,
         ),
     )
 
 
+def head_blocks(tokens: int, block_n: int, call: OpCall, spec: TargetSpec) -> Blocks:
+    """Tile of a fused kernel for at most ``tokens`` tokens and ``block_n`` columns of a head a program."""
+    blocks = skinny_blocks(tokens, block_n, int(need(call, "x").shape[1]), element_size(call), spec)
+    return find_format(call).fit_blocks(blocks)
+
+
+def block_constants(blocks: Blocks) -> dict[str, int]:
+    """The sizes of a skinny tile, by name."""
+    return {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
+
+
+def _emit(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
+    head_dim = int(call.attributes["head_dim"])
+    block_n = max(16, next_power_of_two(head_dim)) if has_norm(call) else PART_ROWS
+    blocks = head_blocks(tokens, block_n, call, spec)
+    arguments = qkv_arguments(call, ("q_weight", "k_weight"), ("positions", "cos_sin", "kv_cache", "slot_mapping"))
+    parts = {"SPLIT": SPLIT, "PARTS": count_parts(call, blocks.n)}
+    constants = qkv_constants(call) | parts | block_constants(blocks)
+    return emit_qkv(call, tile_qkv, arguments, constants, blocks, spec, arch)
+
+
 TEMPLATES: tuple[KernelTemplate, ...] = tuple(
     KernelTemplate(f"{op}_skinny{m}", op, _refuse, partial(_emit, m), max_tokens=m)
-    for op in ("qkv_norm_rope_insert", "qkv_norm_rope_insert_nvfp4")
+    for op in (f"qkv_norm_rope_insert{suffix}" for suffix in FORMATS)
     for m in SKINNY_TOKENS
 )

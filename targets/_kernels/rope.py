@@ -275,7 +275,8 @@ def _emit_insert(call: OpCall, spec: TargetSpec, architecture: Architecture) -> 
     ),)
 
 
-def _refuse_fused(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
+def refuse_fused(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
+    """The reason why a fused insertion cannot be served, or None."""
     weights = [name for name in ("q_weight", "k_weight") if is_present(call, name)]
     if any(need(call, name).dtype not in FLOATS for name in weights):
         return f"the norms' weights must be one of {', '.join(FLOATS)}"
@@ -283,21 +284,26 @@ def _refuse_fused(call: OpCall, spec: TargetSpec, architecture: Architecture) ->
             or _refuse_cache(call))
 
 
-def _emit_fused(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
-    attributes, qkv, cache = call.attributes, need(call, "qkv"), need(call, "kv_cache")
-    heads, kv_heads = int(attributes["num_heads"]), int(attributes["num_kv_heads"])
-    head_dim = int(attributes["head_dim"])
+def fused_constants(call: OpCall) -> dict[str, int | float | bool]:
+    """The constants of tile_qk_norm_rope_insert, but for Q_NORM and K_NORM, by name."""
+    attributes = call.attributes
+    heads, head_dim = int(attributes["num_heads"]), int(attributes["head_dim"])
     block = _head_block(heads, head_dim)
-    q_blocks = ceil_div(heads, block)
-    weights = {name: is_present(call, name) for name in ("q_weight", "k_weight")}
-    constants = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "QKV_STRIDE": row_stride(qkv),
+    return {
+        "HEADS": heads, "KV_HEADS": int(attributes["num_kv_heads"]), "QKV_STRIDE": row_stride(need(call, "qkv")),
         **_cache_constants(call), **_rotary_constants(call, head_dim), "D_BLOCK": next_power_of_two(head_dim),
-        "HEAD_BLOCK": block, "Q_BLOCKS": q_blocks, "EPS": float(attributes["eps"]),
+        "HEAD_BLOCK": block, "Q_BLOCKS": ceil_div(heads, block), "EPS": float(attributes["eps"]),
         "OFFSET": float(attributes.get("weight_offset", 0.0)),
         "ROUND": bool(attributes.get("round_before_scale", True)),
-        "Q_NORM": weights["q_weight"], "K_NORM": weights["k_weight"],
     }
+
+
+def _emit_fused(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
+    qkv, cache = need(call, "qkv"), need(call, "kv_cache")
+    weights = {name: is_present(call, name) for name in ("q_weight", "k_weight")}
+    constants = fused_constants(call) | {"Q_NORM": weights["q_weight"], "K_NORM": weights["k_weight"]}
+    heads, kv_heads, head_dim = (int(constants[name]) for name in ("HEADS", "KV_HEADS", "HEAD_DIM"))
+    blocks = int(constants["Q_BLOCKS"]) + ceil_div(kv_heads, int(constants["HEAD_BLOCK"]))
     given = [pointer(name, need(call, name)) for name, present in weights.items() if present]
     parameters = [pointer("qkv", qkv), *given, pointer("positions", need(call, "positions")),
                   pointer("cos_sin", need(call, "cos_sin")), pointer("kv_cache", cache),
@@ -314,12 +320,12 @@ def _emit_fused(call: OpCall, spec: TargetSpec, architecture: Architecture) -> t
                          f"{heads}x{kv_heads}x{head_dim}", norms and f"norm{norms}"),
         title="Per-head norms, rotary embedding and cache insertion of one token.",
         tiles=[tile_qk_norm_rope_insert], constants=constants, parameters=parameters, body=body,
-        grid=(_rows(call, "qkv"), str(q_blocks + ceil_div(kv_heads, block)), "1"), num_warps=4,
+        grid=(_rows(call, "qkv"), str(blocks), "1"), num_warps=4,
     ),)
 
 
 TEMPLATES = (
     KernelTemplate("rope", "rope", _refuse_rope, _emit_rope),
     KernelTemplate("insert_kv", "insert_kv", _refuse_insert, _emit_insert),
-    KernelTemplate("qk_norm_rope_insert", "qk_norm_rope_insert", _refuse_fused, _emit_fused),
+    KernelTemplate("qk_norm_rope_insert", "qk_norm_rope_insert", refuse_fused, _emit_fused),
 )

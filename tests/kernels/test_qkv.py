@@ -6,15 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmcompile.core.discover import load_module
+from mmcompile.core.formats import mxfp8
 from mmcompile.core.ops.linear import nvfp4_quantize
 from mmcompile.targets._kernels import two_step
 from mmcompile.targets._kernels.qkv import TEMPLATES
 
-DENSE, WIDE_DENSE, NVFP4, WIDE_NVFP4 = TEMPLATES
+DENSE, WIDE_DENSE, NVFP4, WIDE_NVFP4, MXFP8, WIDE_MXFP8 = TEMPLATES
 BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 # The sums run in another order, so a value may land on the other side of a rounding border (in float8: a large step).
 BOUNDS = {BF16: 2e-3, F16: 3e-4, F32: 2e-6, F8: 4e-3}
-ROWS = {name: "tokens" for name in ("x", "positions", "slot_mapping", "result")}
+ROWS = {name: "tokens" for name in ("x", "delta", "positions", "slot_mapping", "result")}
 SPEC = load_module("targets", "sm90").TARGET.spec
 ARCH = SPEC.architectures[0]
 PAGES, PAGE_SIZE, MAX_POSITIONS = 5, 8, 50
@@ -86,6 +87,32 @@ def test_nvfp4_matches_reference(runner, case):
     tensors = make_tensors(case, 16, packed=True)
     for outcome in runner.run_everywhere(NVFP4, tensors, make_attributes(case), rows=ROWS, symbols={"tokens": 16}):
         check(outcome, case[8], tensors["kv_cache"])
+
+
+def with_mxfp8(tensors):
+    """The same operands with the weight in MXFP8."""
+    tensors = dict(tensors)
+    return tensors | dict(zip(("values", "scale"), mxfp8.encode(tensors.pop("weight").float()), strict=True))
+
+
+@pytest.mark.parametrize(("template", "tokens"), [(MXFP8, 5), (WIDE_MXFP8, 21)])
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=lambda c: "-".join(map(str, c)))
+def test_mxfp8_matches_reference(runner, case, template, tokens):
+    tensors = with_mxfp8(make_tensors(case, tokens))
+    symbols = {"tokens": tokens}
+    for outcome in runner.run_everywhere(template, tensors, make_attributes(case), rows=ROWS, symbols=symbols):
+        check(outcome, case[8], tensors["kv_cache"])
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1]], ids=lambda c: "-".join(map(str, c)))
+def test_delta_is_added_before_the_norms(runner, case):
+    tensors = make_tensors(case, 5)
+    without = runner.run_op(DENSE, tensors, make_attributes(case), SPEC, ARCH, rows=ROWS, symbols={"tokens": 5})
+    wide = torch.randn(5, tensors["weight"].shape[0] + 8, generator=torch.Generator().manual_seed(8)).to(case[8])
+    tensors["delta"] = wide[:, 8:]
+    outcome = runner.run_op(DENSE, tensors, make_attributes(case), SPEC, ARCH, rows=ROWS, symbols={"tokens": 5})
+    check(outcome, case[8], tensors["kv_cache"])
+    assert not torch.equal(outcome.results[0], without.results[0])
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=lambda c: "-".join(map(str, c)))
