@@ -14,17 +14,17 @@ class Fragment:
     Attributes:
         block: the basic block to run next. lanes: as a mask. mask: the same, None if all lanes of the group. warp: of
             the lanes if warps run on their own, else 0. state: "run", "gate" (waiting for the rest of its warps) or
-            "barrier". yielded: polls, and lets others run first. barrier: what it waits for, at ``waiting_line``;
-            counted: whether that barrier names its number of threads.
+            "barrier". yielded: polls, and lets others run first. ran: basic blocks since it last waited or polled.
+            barrier: what it waits for, at ``waiting_line``; counted: whether that barrier names its number of threads.
     """
 
-    __slots__ = ("barrier", "block", "counted", "lanes", "mask", "state", "waiting_line", "warp", "yielded")
+    __slots__ = ("barrier", "block", "counted", "lanes", "mask", "ran", "state", "waiting_line", "warp", "yielded")
 
     def __init__(self, block: int, lanes: npt.NDArray[np.bool_], warp: int) -> None:
         self.block, self.warp = block, warp
         self.state: Literal["run", "gate", "barrier"] = "run"
         self.yielded, self.counted = False, False
-        self.barrier, self.waiting_line = -1, 0
+        self.barrier, self.waiting_line, self.ran = -1, 0, 0
         self.set_lanes(lanes)
 
     def set_lanes(self, lanes: npt.NDArray[np.bool_]) -> None:

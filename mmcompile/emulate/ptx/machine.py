@@ -26,6 +26,8 @@ _BUSY = 256
 """Basic blocks without polling that count as progress."""
 _SPIN_LIMIT = 500
 """Rounds of nothing but polling, for each resident group, after which a launch counts as deadlocked."""
+_LOOP_LIMIT = 100
+"""The same for rounds in which a fragment ran for very long without polling or waiting."""
 
 
 @lru_cache(32)
@@ -79,8 +81,8 @@ class _Resident:
                 self._start(*waiting.pop())
             scheduler = self.random.choice(self.schedulers) if self.interleaved else self.schedulers[0]
             outcome = self._advance(scheduler)
-            if outcome == "spinning":
-                idle += 1
+            if outcome in ("spinning", "looping"):
+                idle += 1 if outcome == "spinning" else _SPIN_LIMIT // _LOOP_LIMIT
             elif outcome == "done" or scheduler.since_poll > _BUSY:
                 idle = 0
             if idle > _SPIN_LIMIT * len(self.schedulers):

@@ -18,8 +18,8 @@ from mmcompile.emulate.ptx.fragment import Fragment
 from mmcompile.emulate.ptx.group import WARP, Array, Group
 from mmcompile.emulate.ptx.translator import Translator
 
-Outcome = Literal["done", "spinning", "more"]
-_LONG_LOOP = 50_000
+Outcome = Literal["done", "spinning", "looping", "more"]
+_LONG_LOOP = 5_000
 """Basic blocks after which a fragment in a loop counts as polling."""
 _UNLIMITED = 1 << 60
 
@@ -40,10 +40,13 @@ class Scheduler:
             self.fragments = [Fragment(0, warps == warp, warp) for warp in range(group.lanes // WARP)]
         self.barriers = BlockBarriers(group, self.fragments)
         self.entered: set[int] = set()
-        self.since_poll = 0
+        self.since_poll, self.looped = 0, False
 
     def run(self, quantum: int = _UNLIMITED) -> Outcome:
-        """Run until all lanes exited ("done"), every runnable fragment polls ("spinning"), or ``quantum`` blocks."""
+        """Run until all lanes exited ("done"), every runnable fragment polls ("spinning"), or ``quantum`` blocks.
+
+        "looping" is "spinning" where a fragment ran for ``_LONG_LOOP`` blocks without polling or waiting.
+        """
         left = quantum
         while self.fragments:
             fragment = self._choose()
@@ -52,10 +55,12 @@ class Scheduler:
                     raise self._report_stuck()
                 for waiting in self.fragments:
                     waiting.yielded = False
-                return "spinning"
+                looped, self.looped = self.looped, False
+                return "looping" if looped else "spinning"
             turn = self.random.randint(1, 6) if self.random else _LONG_LOOP
             steps = self._run_fragment(fragment, min(turn, left))
             left -= steps
+            self._note_long_loop(fragment, steps)
             self.since_poll = 0 if fragment.yielded else self.since_poll + steps
             if left <= 0:
                 return "more"
@@ -94,9 +99,13 @@ class Scheduler:
                 return steps
             if len(self.fragments) > 1 and self._meet(fragment):
                 return steps
-        if limit == _LONG_LOOP:
-            fragment.yielded = True
         return limit
+
+    def _note_long_loop(self, fragment: Fragment, steps: int) -> None:
+        """A fragment that only loops lets others run, as if it polled."""
+        fragment.ran = 0 if fragment.yielded or fragment.state != "run" else fragment.ran + steps
+        if fragment.ran >= _LONG_LOOP:
+            fragment.yielded, fragment.ran, self.looped = True, 0, True
 
     def _meet(self, fragment: Fragment) -> bool:
         """Merge with what is at the same block; whether another fragment should run now."""
@@ -158,6 +167,7 @@ class Scheduler:
 
     def _split(self, fragment: Fragment, lanes: Array, block: int) -> Fragment:
         other = Fragment(block, lanes, fragment.warp)
+        other.ran = fragment.ran
         fragment.set_lanes(fragment.lanes & ~lanes)
         self.fragments.append(other)
         return other
@@ -169,6 +179,7 @@ class Scheduler:
             if other is not fragment and same and other.state in ("run", "gate"):
                 fragment.set_lanes(fragment.lanes | other.lanes)
                 fragment.state, fragment.yielded = "run", fragment.yielded and other.yielded
+                fragment.ran = max(fragment.ran, other.ran)
                 self.fragments.remove(other)
 
     def _merge_running(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 from snippets import THREADS, evaluate, make_module, run_module
 
 from mmcompile.emulate.faults import EmulationFault
+from mmcompile.emulate.ptx import scheduler
 
 THREAD = np.arange(THREADS, dtype=np.uint32)
 
@@ -85,6 +86,22 @@ def test_faults(body: str, kind: str, schedule: str) -> None:
     fault = fails(body, kind, schedule=schedule)
     if kind == "trap":
         assert "thread 77" in fault.what
+
+
+@pytest.mark.parametrize("schedule", ["program", "warp", "interleaved"])
+def test_loops_that_only_loop(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop without polling or waiting lets others run, and is a deadlock if nothing else is left."""
+    monkeypatch.setattr(scheduler, "_LONG_LOOP", 40)
+    waits = "mov.b32 %r, 7; setp.lt.u32 %p, %t, 64; @%p bra W; {} bra E; W: ld.shared.b32 %x, [0];"
+    waits += "setp.ne.u32 %q, %x, 5; @%q bra W; E:"
+    flag = "mov.b32 %y, 5; setp.eq.u32 %s, %t, 64; @%s st.shared.b32 [0], %y;"
+    clear = "mov.b32 %z, 0; setp.eq.u32 %s, %t, 0; @%s st.shared.b32 [0], %z; bar.sync 0;"
+    arrays = [np.zeros(THREADS, np.uint32) for _ in range(4)]
+    run_module(make_module(clear + waits.format(flag)), arrays, shared=16, schedule=schedule)
+    assert (arrays[3] == 7).all()
+    with pytest.raises(EmulationFault, match="only polling is left") as caught:
+        run_module(make_module(clear + waits.format("")), arrays, shared=16, schedule=schedule)
+    assert caught.value.kind == "deadlock"
 
 
 def test_more_threads_than_a_barrier_takes() -> None:
