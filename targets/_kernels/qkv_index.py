@@ -49,13 +49,13 @@ def tile_qk_norm_rope_insert_index(token, block, qkv, q_weight, k_weight, index_
                                    REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, Q_BLOCKS: tl.constexpr,
                                    EPS: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr):
     """One token: the heads of q, k and v for ``block`` < QKV_BLOCKS, then INDEX_BLOCKS of index_q, last index_k."""
+    token = token.to(tl.int64)
     if block < QKV_BLOCKS:
         tile_qk_norm_rope_insert(token, block, qkv, q_weight, k_weight, positions, cos_sin, kv_cache, slot_mapping,
                                  result, HEADS, KV_HEADS, QKV_STRIDE, COS_STRIDE, PAGE_STRIDE, CACHE_HEAD_STRIDE,
                                  ROW_STRIDE, PAGE_SIZE, HEAD_DIM, D_BLOCK, HALF, HALF_BLOCK, REST_BLOCK, HEAD_BLOCK,
                                  Q_BLOCKS, EPS, OFFSET, ROUND, True, True)
     else:
-        token = token.to(tl.int64)
         row = qkv + token * QKV_STRIDE + (HEADS + 2 * KV_HEADS) * HEAD_DIM
         cos_row = cos_sin + tl.load(positions + token).to(tl.int64) * COS_STRIDE
         if block < QKV_BLOCKS + INDEX_BLOCKS:
