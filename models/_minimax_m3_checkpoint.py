@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mmcompile.core.formats.footprint import Format, Weight
-from mmcompile.models.minimax_m3 import MiniMaxM3Config
+from mmcompile.models._minimax_m3_config import MiniMaxM3Config
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,100 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmcompile.core.errors import UsageError
+from mmcompile.models._minimax_m3_config import MODEL_TYPES, MiniMaxM3Config, read_config, slice_layers
 
-
-@dataclass(frozen=True)
-class MiniMaxM3Config:
-    """Dimensions of a decoder; all widths in elements.
-
-    ``sparse_attention_freq`` and ``moe_layer_freq`` hold one flag a layer: whether its attention is block-sparse and
-    whether its feed-forward part is a mixture of experts. ``index_topk_freq``, ``index_topk_pattern`` ("F" choose, "S"
-    share) and ``index_skip_topk_offset`` say which sparse layers share the blocks that an earlier one chose.
-    """
-
-    sparse_attention_freq: tuple[int, ...]
-    moe_layer_freq: tuple[int, ...]
-    vocab_size: int = 200064
-    hidden_size: int = 6144
-    dense_intermediate_size: int = 12288
-    intermediate_size: int = 3072
-    shared_intermediate_size: int = 3072
-    num_layers: int = 60
-    num_heads: int = 64
-    num_kv_heads: int = 4
-    head_dim: int = 128
-    rotary_dim: int = 64
-    rope_theta: float = 5e6
-    rms_norm_eps: float = 1e-6
-    max_positions: int = 1048576
-    num_experts: int = 128
-    experts_per_token: int = 4
-    routed_scaling_factor: float = 2.0
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float = 7.0
-    index_heads: int = 4
-    index_head_dim: int = 128
-    block_size: int = 128
-    top_k_blocks: int = 16
-    local_blocks: int = 1
-    initial_blocks: int = 0
-    index_topk_freq: int = 1
-    index_topk_pattern: str = ""
-    index_skip_topk_offset: int = 0
-    eos_token_ids: tuple[int, ...] = (200020,)
-
-    def __post_init__(self) -> None:
-        for name in ("sparse_attention_freq", "moe_layer_freq"):
-            if len(getattr(self, name)) != self.num_layers:
-                raise UsageError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers")
-        if self.rotary_dim > min(self.head_dim, self.index_head_dim) or self.rotary_dim % 2:
-            raise UsageError(
-                f"rotary_dim is {self.rotary_dim}, it must be even and at most head_dim {self.head_dim} and "
-                f"index_head_dim {self.index_head_dim}"
-            )
-        if self.num_heads % self.num_kv_heads or self.num_kv_heads % self.index_heads:
-            raise UsageError(
-                f"{self.num_heads} heads, {self.num_kv_heads} KV heads and {self.index_heads} index heads: "
-                "each must be a multiple of the next"
-            )
-        blocks = self.max_positions // self.block_size
-        if not max(1, self.local_blocks + self.initial_blocks) <= self.top_k_blocks <= blocks:
-            raise UsageError(
-                f"top_k_blocks is {self.top_k_blocks}, it must hold the {self.local_blocks} local and "
-                f"{self.initial_blocks} initial blocks and be at most {blocks}, the blocks of max_positions"
-            )
-        if not 0 < self.experts_per_token <= self.num_experts:
-            raise UsageError(f"experts_per_token is {self.experts_per_token} of {self.num_experts} experts")
-        sparse = sum(map(bool, self.sparse_attention_freq))
-        if self.index_topk_freq < 1 or len(self.index_topk_pattern) not in (0, sparse):
-            raise UsageError(
-                f"index_topk_freq is {self.index_topk_freq}, at least 1 is needed, and index_topk_pattern "
-                f"{self.index_topk_pattern!r}, empty or one letter for each of the {sparse} sparse layers is needed"
-            )
-
-    def chooses_blocks(self, layer: int) -> bool:
-        """True if a sparse layer runs its own indexer, False if it takes the blocks of the sparse layer before it."""
-        ordinal = sum(map(bool, self.sparse_attention_freq[:layer]))
-        if ordinal == 0:
-            return True
-        if self.index_topk_pattern:
-            return self.index_topk_pattern[ordinal] != "S"
-        return max(ordinal - self.index_skip_topk_offset, 0) % self.index_topk_freq == 0
-
-
-def slice_layers(config: MiniMaxM3Config, layers: int) -> MiniMaxM3Config:
-    """The first ``layers`` layers at the same dimensions. Raises UsageError if there are not as many."""
-    if not 0 < layers <= config.num_layers:
-        raise UsageError(f"a slice of {layers} layers was asked of a model with {config.num_layers}")
-    sparse = sum(map(bool, config.sparse_attention_freq[:layers]))
-    return replace(
-        config,
-        num_layers=layers,
-        sparse_attention_freq=config.sparse_attention_freq[:layers],
-        moe_layer_freq=config.moe_layer_freq[:layers],
-        index_topk_pattern=config.index_topk_pattern[:sparse],
-    )
+__all__ = ["MODELS", "MODEL_TYPES", "MiniMaxM3Config", "build", "find_weights", "read_config", "slice_layers"]
 
 
 _MOE = (0,) * 3 + (1,) * 57

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -170,22 +170,41 @@ def capture_huggingface(
     without any gets random ones. ``attention``: "sdpa" or "eager", transformers' two spellings. Modeling code is
     transformers' own, unmodified; code that comes with a checkpoint is never run.
     """
+    found = open_directory(path, weights)
+    captured = _capture_transformers(found.fields, found.checkpoint, Path(path), dtype, weights, seed, attention)
+    captured.config["eos_token_ids"] = found.eos_token_ids or captured.config["eos_token_ids"]
+    return captured
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A Hugging Face directory: the fields of config.json, the checkpoint if weights are to be read, and the tokens at
+    which transformers' generate stops (generation_config.json), [] if it does not say."""
+
+    fields: dict[str, Any]
+    checkpoint: Checkpoint | None
+    eos_token_ids: list[int]
+
+
+def open_directory(path: Path, weights: Weights = "auto") -> Directory:
+    """Open a directory or a bare config.json; weights that are there must be complete if they may be read.
+
+    Raises CaptureError if there is no readable config.json, CheckpointError for damaged weights.
+    """
     path = Path(path)
     config_path = path / "config.json" if path.is_dir() else path
     if not config_path.is_file():
         raise CaptureError("there is no config.json", where=str(path), fix="name a Hugging Face directory")
-    config = _read_json(config_path)
+    fields = read_json(config_path)
     stored = holds_weights(path) if weights in ("auto", "real") else any(path.glob("*.safetensors"))
     checkpoint = open_checkpoint(path) if path.is_dir() and stored else None
-    captured = _capture_transformers(config, checkpoint, path, dtype, weights, seed, attention)
     generation = config_path.with_name("generation_config.json")
-    if path.is_dir() and generation.is_file():  # transformers' generate stops at the tokens that this file names
-        stops = _list_ids(_read_json(generation).get("eos_token_id"))
-        captured.config["eos_token_ids"] = stops or captured.config["eos_token_ids"]
-    return captured
+    named = read_json(generation).get("eos_token_id") if path.is_dir() and generation.is_file() else None
+    return Directory(fields, checkpoint, _list_ids(named))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CaptureError if it is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -235,18 +254,23 @@ def _capture_transformers(
 
 
 def _read_config(fields: dict[str, Any], where: str) -> tuple[Any, Any]:
-    """(config, model class) of transformers. Raises CaptureError if there is no such model or a field is wrong."""
+    """(config, model class) of transformers; of a multimodal model those of its text decoder.
+
+    Raises CaptureError if there is no such model or a field is wrong.
+    """
     transformers = require_package("transformers", "hf")
     fields = {k: v for k, v in fields.items() if k not in ("quantization_config", "torch_dtype", "dtype")}
     model_type = fields.pop("model_type", None)
     known, causal = transformers.CONFIG_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if model_type not in known or known[model_type] not in causal:
+    config = _explain_failure(known[model_type], where, **fields) if model_type in known else None
+    if config is not None and type(config) not in causal:
+        config = config.get_text_config(decoder=True)
+    if type(config) not in causal:
         raise CaptureError(
             f"transformers {transformers.__version__} has no causal language model of type {model_type!r}",
             where=where,
             fix="upgrade transformers, or write the model as one file in models/",
         )
-    config = _explain_failure(known[model_type], where, **fields)
     return config, causal[type(config)]
 
 

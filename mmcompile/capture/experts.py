@@ -23,6 +23,7 @@ _PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
+_GATES = re.compile(r"(?<=\.)(gate|up)_proj\.weight$")
 _TEXT = "language_model."
 # Names of checkpoints and what modules call the same: Mixtral and MiniMax, then transformers' MiniMax-M3.
 _SPELLINGS = (
@@ -40,14 +41,15 @@ def stack_experts(checkpoint: Checkpoint, parameters: Container[str]) -> Checkpo
     """The checkpoint as a model with these parameters and persistent buffers spells it.
 
     ``<layer>.experts.<i>.gate_proj`` and ``up_proj`` [n, k] become ``<layer>.experts.gate_up_proj`` [experts, 2n, k],
-    and ``down_proj`` likewise, where the model has such a parameter; ``block_sparse_moe`` (Mixtral, MiniMax) becomes
-    ``mlp``. NVFP4 experts become a PackedExperts; MXFP8 experts are decoded to bf16, which holds them exactly. Of a
-    multimodal checkpoint (``language_model.*``) the text decoder remains, and ``left_out`` counts the rest. A tensor is
-    read only when it is loaded.
+    and ``down_proj`` likewise, where the model has such a parameter; so do the two of a dense layer that the model
+    holds as one ``gate_up_proj.weight``. ``block_sparse_moe`` (Mixtral, MiniMax) becomes ``mlp``. NVFP4 experts become
+    a PackedExperts; MXFP8 experts are decoded to bf16, which holds them exactly. Of a multimodal checkpoint
+    (``language_model.*``) the text decoder remains, and ``left_out`` counts the rest. A tensor is read only when it is
+    loaded.
 
     Raises CheckpointError if an expert is missing, differs in shape, or is stored otherwise than the others.
     """
-    spelled = _choose_parts(checkpoint, parameters)
+    spelled = _merge_gates(_choose_parts(checkpoint, parameters), parameters)
     kinds: tuple[Mapping[str, Matrix], ...] = (
         {name.removesuffix(".weight"): lazy for name, lazy in spelled.tensors.items() if name.endswith(".weight")},
         spelled.nvfp4,
@@ -109,9 +111,44 @@ def _rename(name: str, parameters: Container[str]) -> str:
     """The name as the model spells it, perhaps without the prefix of a text decoder; as stored if it has no such."""
     for start in (name, name.removeprefix(_TEXT)):
         for spelled in accumulate(_SPELLINGS, lambda text, pair: text.replace(*pair), initial=start):
-            if spelled in parameters or _names_expert(spelled.removesuffix(".weight"), parameters):
+            if _GATES.sub("gate_up_proj.weight", spelled) in parameters or spelled in parameters:
+                return spelled
+            if _names_expert(spelled.removesuffix(".weight"), parameters):
                 return spelled
     return name
+
+
+def _merge_gates(checkpoint: Checkpoint, parameters: Container[str]) -> Checkpoint:
+    """Gate and up of a dense layer as one, gate above, where the model has one matrix for both (transformers' M3)."""
+    tensors, scaled = dict(checkpoint.tensors), dict(checkpoint.mxfp8)
+
+    def find_up(gate: str, stored: Container[str]) -> str:
+        parent, _, leaf = gate.rpartition("gate_proj")
+        up = f"{parent}up_proj{leaf}"
+        merged = leaf in ("", ".weight") and f"{parent}gate_up_proj.weight" in parameters
+        return up if merged and gate not in parameters and up in stored else ""
+
+    for gate, first in checkpoint.tensors.items():
+        if up := find_up(gate, tensors):
+            del tensors[gate]
+            tensors[gate.replace("gate_proj", "gate_up_proj")] = _concatenate(first, tensors.pop(up))
+    for gate, upper in checkpoint.mxfp8.items():
+        if up := find_up(gate, scaled):
+            del scaled[gate]
+            lower = scaled.pop(up)
+            parts = _concatenate(upper.values, lower.values), _concatenate(upper.scale, lower.scale)
+            scaled[gate.replace("gate_proj", "gate_up_proj")] = ScaledLinear(*parts)
+    return replace(checkpoint, tensors=tensors, mxfp8=scaled)
+
+
+def _concatenate(first: LazyTensor, second: LazyTensor) -> LazyTensor:
+    """One matrix of the rows of both, read when it is loaded."""
+    shape = (first.shape[0] + second.shape[0], *first.shape[1:])
+
+    def read() -> Tensor:
+        return torch.cat([first.read(), second.read()])
+
+    return LazyTensor(shape, first.dtype, first.where, read)
 
 
 def _number_experts(modules: Iterable[str]) -> dict[str, set[int]]:

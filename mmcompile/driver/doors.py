@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mmcompile.capture.checkpoint import open_checkpoint
-from mmcompile.capture.decoder import capture_decoder, capture_gguf, capture_huggingface
+from mmcompile.capture.checkpoint import Checkpoint, open_checkpoint
+from mmcompile.capture.decoder import capture_decoder, capture_gguf, capture_huggingface, open_directory, read_json
 from mmcompile.capture.export import Captured
 from mmcompile.capture.module import capture_file
 from mmcompile.capture.tensors import require_package
@@ -29,7 +29,7 @@ def open_door(model: str, options: BuildOptions) -> Captured:
     """Capture ``model``.
 
     A name in models/; ``file.py:factory``; a ``.gguf`` file; an ``.onnx`` file; a Hugging Face directory or its
-    config.json.
+    config.json, of a ``model_type`` that a file in models/ claims or of one that transformers has.
     Raises UsageError with the closest name if it is none of these.
     """
     dtype = getattr(torch, options.dtype)
@@ -52,6 +52,8 @@ def open_door(model: str, options: BuildOptions) -> Captured:
     if path.suffix == ".gguf" and path.is_file():
         return capture_gguf(path, attention=options.attention, **rest)
     if path.is_dir() or (path.is_file() and path.name.endswith(".json")):
+        if (module := _find_reader(path)) is not None:
+            return _capture_directory(path, module, options)
         return capture_huggingface(path, attention=options.attention, **rest)
     unknown = unknown_name("model", model, named)
     kinds = "a directory, a .gguf file, an .onnx file or file.py:factory"
@@ -65,15 +67,39 @@ def _slice(module: ModuleType, name: str, config: Any, layers: str) -> Any:
     return module.slice_layers(config, int(layers))
 
 
+def _find_reader(path: Path) -> ModuleType | None:
+    """The file in models/ that reads the checkpoints of this model_type, None if none does."""
+    config = path / "config.json" if path.is_dir() else path
+    kind = read_json(config).get("model_type") if config.is_file() else None
+    modules = (load_module("models", name) for name in list_names("models"))
+    return next((module for module in modules if kind in getattr(module, "MODEL_TYPES", ())), None)
+
+
+def _capture_directory(path: Path, module: ModuleType, options: BuildOptions) -> Captured:
+    """Capture a Hugging Face directory with the model of ours that reads it."""
+    found = open_directory(path, options.weights)
+    config = module.read_config(found.fields)
+    captured = _capture(f"{path.name} ({Path(str(module.__file__)).stem})", module, config, found.checkpoint, options)
+    captured.config["eos_token_ids"] = found.eos_token_ids or captured.config["eos_token_ids"]
+    return captured
+
+
 def _capture_named(name: str, module: ModuleType, config: Any, options: BuildOptions) -> Captured:
-    build: Callable[[], torch.nn.Module] = lambda: module.build(config)  # noqa: E731
     found = module.find_weights(name)
     if found is None and options.weights == "real":
         raise CheckpointError(f"there are no weights for {name!r} on this machine", fix=module.WEIGHTS_ADVICE)
     checkpoint = open_checkpoint(found) if found is not None and options.weights in ("auto", "real") else None
+    return _capture(name, module, config, checkpoint, options)
+
+
+def _capture(
+    source: str, module: ModuleType, config: Any, checkpoint: Checkpoint | None, options: BuildOptions
+) -> Captured:
+    """Capture a model of models/ and note the facts of its config."""
+    build: Callable[[], torch.nn.Module] = lambda: module.build(config)  # noqa: E731
     captured = capture_decoder(
         build, dtype=getattr(torch, options.dtype), max_positions=config.max_positions, checkpoint=checkpoint,
-        weights=options.weights, seed=options.seed, source=name,
+        weights=options.weights, seed=options.seed, source=source,
     )  # fmt: skip
     captured.config |= {"vocab_size": config.vocab_size, "eos_token_ids": list(config.eos_token_ids)}
     if hasattr(config, "block_size"):
