@@ -59,18 +59,10 @@ class RaceDetector:
 
     # ------------------------------------------------------------------ synchronisation
 
-    def barrier(self, agents: Sequence[int] | Index, held_back: Clock | None = None) -> None:
-        """All ``agents`` arrived and go on: each has seen what the others did.
-
-        Args:
-            held_back: for each agent its own clock as far as its writes are performed (see ``performed``); by default
-                everything it did.
-        """
+    def barrier(self, agents: Sequence[int] | Index) -> None:
+        """All ``agents`` arrived and go on: each has seen what the others did."""
         rows = np.asarray(agents, np.int64)
-        joined = self.vectors[rows]
-        if held_back is not None:
-            joined[np.arange(len(rows)), rows] = held_back
-        self.vectors[rows] = np.maximum(self.vectors[rows], joined.max(axis=0))
+        self.vectors[rows] = self.vectors[rows].max(axis=0)
         self.tick(rows)
 
     def tick(self, agents: Sequence[int] | Index) -> None:
@@ -78,13 +70,9 @@ class RaceDetector:
         rows = np.asarray(agents, np.int64)
         self.vectors[rows, rows] += 1
 
-    def release(self, agent: int, key: Hashable, own_clock: int | None = None) -> None:
-        """Publish everything that ``agent`` did and has seen under ``key`` (store-release, mbarrier arrive).
-
-        Args:
-            own_clock: the agent's own clock as far as its writes are performed, where some are still in flight.
-        """
-        self._publish(agent, key, self._snapshot(agent, own_clock))
+    def release(self, agent: int, key: Hashable) -> None:
+        """Publish everything that ``agent`` did and has seen under ``key`` (store-release, mbarrier arrive)."""
+        self._publish(key, self.vectors[agent].copy())
         self.tick([agent])
 
     def acquire(self, agent: int, key: Hashable) -> None:
@@ -92,18 +80,25 @@ class RaceDetector:
         if key in self._published:
             np.maximum(self.vectors[agent], self._published[key], out=self.vectors[agent])
 
-    def fence(self, agent: int, own_clock: int | None = None) -> None:
-        """A fence: what the agent did before it is published by its later relaxed accesses (``publish_relaxed``), and
-        what its earlier relaxed accesses saw (``observe_relaxed``) is acquired."""
+    def fence(self, agent: int) -> None:
+        """A fence in both directions."""
+        self.fence_acquire(agent)
+        self.fence_release(agent)
+
+    def fence_release(self, agent: int) -> None:
+        """What the agent did so far is published by its later relaxed accesses (``publish_relaxed``)."""
+        self._fenced[agent] = self.vectors[agent].copy()
+        self.tick([agent])
+
+    def fence_acquire(self, agent: int) -> None:
+        """What the agent's earlier relaxed accesses saw (``observe_relaxed``) is ordered before its later accesses."""
         if agent in self._seen:
             np.maximum(self.vectors[agent], self._seen.pop(agent), out=self.vectors[agent])
-        self._fenced[agent] = self._snapshot(agent, own_clock)
-        self.tick([agent])
 
     def publish_relaxed(self, agent: int, key: Hashable) -> None:
         """A relaxed (or volatile) store or atomic: publishes what the agent's last fence covers."""
         if agent in self._fenced:
-            self._publish(agent, key, self._fenced[agent])
+            self._publish(key, self._fenced[agent])
 
     def observe_relaxed(self, agent: int, key: Hashable) -> None:
         """A relaxed (or volatile) load or atomic: what it read counts from the agent's next fence on."""
@@ -111,13 +106,7 @@ class RaceDetector:
             seen = self._published[key]
             self._seen[agent] = np.maximum(self._seen[agent], seen) if agent in self._seen else seen.copy()
 
-    def _snapshot(self, agent: int, own_clock: int | None) -> Clock:
-        snapshot: Clock = self.vectors[agent].copy()
-        if own_clock is not None:
-            snapshot[agent] = min(own_clock, int(snapshot[agent]))
-        return snapshot
-
-    def _publish(self, agent: int, key: Hashable, snapshot: Clock) -> None:
+    def _publish(self, key: Hashable, snapshot: Clock) -> None:
         before = self._published.get(key)
         self._published[key] = snapshot if before is None else np.maximum(before, snapshot)
 

@@ -143,12 +143,6 @@ def read_float(operand: Operand, part: int = 0) -> Reader:
     return lambda w: reader(w).view(np.float32)
 
 
-def read_signed(operand: Operand) -> Reader:
-    """Reader as int32."""
-    reader = read_bits(operand)
-    return lambda w: reader(w).view(np.int32)
-
-
 def read_wide(operand: Operand) -> Reader:
     """Reader of 64 bits for every lane: uint64 [waves, 64], or [waves, 1] or [1, 1]."""
     if operand.kind in ("integer", "float"):

@@ -27,25 +27,6 @@ MOST_AGENTS = 8192
 """Waves of a launch for which races on device memory are checked: the clocks take 4 bytes for each pair."""
 
 
-class WaveDetector(RaceDetector):
-    """Fences of one direction, as gfx950 has them, and loads that count as atomic."""
-
-    def fence_release(self, agent: int) -> None:
-        """What the agent did so far is published by its later synchronising accesses."""
-        self._fenced[agent] = self._snapshot(agent, None)
-        self.tick([agent])
-
-    def fence_acquire(self, agent: int) -> None:
-        """What its earlier synchronising accesses saw is ordered before its later accesses."""
-        if agent in self._seen:
-            np.maximum(self.vectors[agent], self._seen.pop(agent), out=self.vectors[agent])
-
-    def read_synchronising(self, shadow: Shadow, agents: Array, places: Array, line: int) -> None:
-        """A load that may run beside atomics and synchronising stores, but not beside plain writes."""
-        before = (shadow.write_agent, shadow.write_clock, shadow.write_line)
-        self._check(shadow, agents, places, line, "synchronising read", before)
-
-
 @dataclass
 class WriteTarget:
     """Where plain writes are recorded, with the values that they left.
@@ -53,7 +34,7 @@ class WriteTarget:
     Waves of a program that hold copies of a value all write it: the same byte by the same instruction is no race.
     """
 
-    detector: WaveDetector
+    detector: RaceDetector
     shadow: Shadow
     values: npt.NDArray[np.uint8]
 
@@ -79,7 +60,7 @@ class GlobalRaces:
     """The race check of device memory over all programs of a launch."""
 
     def __init__(self, agents: int, memory: DeviceMemory) -> None:
-        self.detector = WaveDetector(agents)
+        self.detector = RaceDetector(agents)
         self.shadow = Shadow(memory.shadow_size, 8, "the writable buffers")
         self.values: npt.NDArray[np.uint8] = np.zeros(memory.shadow_size, np.uint8)
 
@@ -91,7 +72,7 @@ class Races:
     """
 
     def __init__(self, w: Waves, shared: GlobalRaces | None, agents: Array) -> None:
-        self.local = WaveDetector(w.count)
+        self.local = RaceDetector(w.count)
         self.local_shadow = Shadow(len(w.lds), w.per_program, "local memory")
         self.local_values: npt.NDArray[np.uint8] = np.zeros(len(w.lds), np.uint8)
         self.per_program = w.per_program
@@ -149,7 +130,7 @@ class Races:
         if not synchronising:
             self._run(w, lambda: detector.read(shadow, *who, w.line))
             return
-        self._run(w, lambda: detector.read_synchronising(shadow, *who, w.line))
+        self._run(w, lambda: detector.read_atomic(shadow, *who, w.line))
         for agent, key in list_keys(self.agents[waves], index, size):
             detector.observe_relaxed(agent, key)
 

@@ -34,7 +34,7 @@ class LaunchState:
         parameters: the kernel's parameter bytes. tensor_maps: descriptors among the parameters, by offset, and those
             made on the device, by global address. global_addresses: of the module's variables. order: happens-before
             edges for the race check, None without it. late: asynchronous operations complete as late as they may.
-            unchecked: sentences for the report. partly_unknown: some bytes of ``memory`` are not initialised.
+            partly_unknown: some bytes of ``memory`` are not initialised.
             undefined: registers whose definedness is followed.
     """
 
@@ -48,7 +48,6 @@ class LaunchState:
     global_addresses: dict[str, np.uint64] = field(default_factory=dict)
     order: Order | None = None
     late: bool = False
-    unchecked: dict[str, None] = field(default_factory=dict)
     partly_unknown: bool = False
     undefined: frozenset[int] = frozenset()
 
@@ -164,10 +163,6 @@ class Group:
         """Address of a variable in shared memory."""
         start = self.program.module.shared[name]
         return np.uint32(self.dynamic_base if start is None else start)
-
-    def note_unchecked(self, sentence: str) -> None:
-        """Something that this run cannot check, for the report."""
-        self.launch.unchecked[sentence] = None
 
     def check_defined(self, defined: dict[Any, Array], registers: list[int], what: str, mask: Mask) -> None:
         """Raise EmulationFault("uninitialised") if one of the registers is undefined in an active lane."""

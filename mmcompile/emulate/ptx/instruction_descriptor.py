@@ -110,13 +110,17 @@ def parse_instruction_descriptor(bits: int, kind: str, scale_block: int, target:
 
 
 class _Fields:
+    """The bit fields of a descriptor."""
+
     def __init__(self, bits: int) -> None:
         self._bits = bits
 
     def take(self, first: int, count: int) -> int:
+        """``count`` bits from bit ``first`` on."""
         return self._bits >> first & ((1 << count) - 1)
 
     def refuse(self, why: str) -> NoReturn:
+        """Raise EmulationFault("illegal")."""
         raise EmulationFault("illegal", f"instruction descriptor 0x{self._bits:08x} {why}")
 
 

@@ -57,7 +57,7 @@ def run(launch: Launch) -> Report:
         _Resident(launch, state, translator, entered, report).run(waiting)
     instructions = [i for block in entered for i in translator.program.block_instructions(block)]
     report.covered = {instruction.line for instruction in instructions if instruction.line}
-    report.unchecked = sorted({*translator.notes, *state.unchecked})
+    report.unchecked = sorted(translator.notes)
     return report
 
 

@@ -75,10 +75,6 @@ class Order:
         _, shadowed = self.memory.find_shadow(places)
         self._run(self.detector.write, self.global_shadow, group, writers, shadowed)
 
-    def atomic_shared(self, group: Group, index: Index, size: int, lanes: Index | None) -> None:
-        """Atomic accesses of shared memory."""
-        self._shared(self.detector.atomic, group, index, size, lanes)
-
     def load_ordered(
         self, group: Group, space: str, index: Index, size: int, lanes: Index | None, ordering: str
     ) -> None:

@@ -207,7 +207,9 @@ MAKERS = {
     "tma-nvfp4-ws-sm107": (make_tensor_scaled_dot, 107, True), "tma-nvfp4-sm103": (make_tensor_scaled_dot, 103, False),
     "attention-sm90": (make_attention, 90, False), "attention-ws-sm100": (make_attention, 100, True),
 }  # fmt: skip
-FAST = ("dot-sm90", "dot-sm103", "tma-ws-sm100", "nvfp4-sm107")
+FAST = ("dot-sm90", "dot-sm103", "tma-ws-sm100", "nvfp4-sm107", "attention-ws-sm100")
+FAST_LOSSES = ("dot-sm90", "dot-sm103", "tma-ws-sm100", "tma-nvfp4-sm103")
+"""In these every class of ``CLASSES`` occurs."""
 _CASES: dict[str, Case] = {}
 
 
@@ -270,7 +272,12 @@ def find_outcome(case, text, finders=None):
     return "missed"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "dot-sm103" else pytest.mark.slow) for n in MAKERS])
+@pytest.mark.parametrize("what", CLASSES)
+def test_fast_cases_hold_every_class(what):
+    assert any(re.search(CLASSES[what], find_case(name).text, flags=re.M) for name in FAST_LOSSES)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST_LOSSES else pytest.mark.slow) for n in MAKERS])
 def test_a_lost_class_of_synchronisation_is_noticed(name):
     case = find_case(name)
     missed = []
