@@ -22,6 +22,7 @@ EMPTY_SLOT = -1
 _POSITIVE_STEPS = {"log", "log2", "sqrt", "rsqrt", "reciprocal", "div", "pow"}
 _COSTLY_ROWS = {"mm.paged_attention", "mm.sample"}
 _NORM_OPS = {"rms_norm", "add_rms_norm"}
+_CACHES = ("kv_cache", "index_cache")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def list_module_cases(plan: Plan, above: int, max_tokens: int | None, quick: boo
 
 
 def _page_size(plan: Plan) -> int:
-    return next(int(b.shape[2]) for b in plan.buffers.values() if b.role == "state")
+    return next(int(b.shape[-2]) for b in plan.buffers.values() if b.role == "state")
 
 
 def _longest_sequence(plan: Plan) -> int:
@@ -160,10 +161,12 @@ def fill_operands(launch: Launch, views: Mapping[str, Tensor], case: Case, seed:
     generator = torch.Generator().manual_seed(seed)
     op = launch.op.removeprefix("mm.")
     known: dict[str, Tensor] = {}
-    if "kv_cache" in views:
-        known = describe_sequences(case, views["kv_cache"].shape[2], generator)
-        mutates = "kv_cache" in get_op(op).mutates
-        _fill_cache(views["kv_cache"], known["history_slots" if mutates else "all_slots"], generator)
+    caches = [name for name in _CACHES if name in views]
+    if caches:
+        known = describe_sequences(case, views[caches[0]].shape[-2], generator)
+        for name in caches:
+            slots = known["history_slots" if name in get_op(op).mutates else "all_slots"]
+            _fill_cache(views[name], slots, generator)
     elif case.new:
         known["query_start"] = torch.tensor([0, *case.new]).cumsum(0)
     if "packed" in views:
@@ -173,7 +176,7 @@ def fill_operands(launch: Launch, views: Mapping[str, Tensor], case: Case, seed:
     if op == "sample":
         known |= _make_sampling(len(views["logits"]), views["logits"].shape[1], generator)
     for name, view in views.items():
-        if name == "kv_cache":
+        if name in caches:
             continue
         target = _without_repeats(view)
         values = known[name] if name in known else _make_values(launch, name, target, views, generator)
@@ -189,6 +192,8 @@ def _without_repeats(view: Tensor) -> Tensor:
 
 
 def _fill_cache(cache: Tensor, slots: Tensor, generator: torch.Generator) -> None:
+    """``cache``: [pages, heads, page_size, n], or [pages, page_size, n] of index keys."""
+    cache = cache.unsqueeze(1) if cache.dim() == 3 else cache
     page, size = cache.shape[2], (len(slots), cache.shape[1], cache.shape[3])
     cache[slots // page, :, slots % page] = torch.randn(size, generator=generator).to(cache.dtype)
 
@@ -235,6 +240,8 @@ def _make_values(
         "cos_sin": lambda: _make_rope_table(shape, generator),
         "q_weight": lambda: 1 + normal(0.2),
         "k_weight": lambda: 1 + normal(0.2),
+        "index_q_weight": lambda: 1 + normal(0.2),
+        "index_k_weight": lambda: 1 + normal(0.2),
     }
     if launch.op.startswith("mm.") and name in makers:
         return makers[name]()
