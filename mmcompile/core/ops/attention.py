@@ -17,7 +17,7 @@ def _causal_mask(queries: int, keys: int, window: int, device: torch.device) -> 
     return mask & (column > row - window) if window > 0 else mask
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
     """q [t, h, d], k and v [s, hk, d] -> [t, h, d]; the queries are the last t of the s positions."""
     t, h, s = q.shape[0], q.shape[1], k.shape[0]
     if t == 1:
@@ -52,7 +52,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) ->
 
     Returns: [tokens, heads, d] in q's dtype.
     """
-    return _attend(q, k, v, scale, window)
+    return attend(q, k, v, scale, window)
 
 
 def _fake_insert_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -119,7 +119,7 @@ def paged_attention(
             continue
         pages = block_table[b, : -(-length // page_size)].long()
         rows = kv_cache[pages].transpose(1, 2).reshape(-1, kv_cache.shape[1], 2 * d)[:length].to(q.dtype)
-        out[begin:end] = _attend(q[begin:end], rows[..., :d], rows[..., d:], scale, window)
+        out[begin:end] = attend(q[begin:end], rows[..., :d], rows[..., d:], scale, window)
     return out
 
 
