@@ -30,6 +30,7 @@ class VectorOp:
         accumulates: the old target is the last source. masked: the last source is a lane mask (vcc if not written).
         precise: undefined bits of the result from (undefined bits, values) of the sources; default: all or nothing.
         half: the result has 16 bits, and the upper half of the register becomes zero.
+        saturated: what an integer operation with clamp runs instead: the result at the ends of its type's range.
     """
 
     run: Callable[..., Any]
@@ -37,6 +38,7 @@ class VectorOp:
     result: str = "u"
     accumulates: bool = False
     precise: Callable[[Sequence[Array], Sequence[Array]], Array] | None = None
+    saturated: Callable[..., Any] | None = None
 
 
 def strip_encoding(op: str) -> tuple[str, str]:
@@ -72,12 +74,13 @@ def finish_float(i: Instruction, values: Array) -> Array:
     return values
 
 
-def wrap_result(i: Instruction, run: Callable[..., Any], floating: bool) -> Callable[..., Any] | None:
-    """``run`` with the output modifiers; None if they mean something that is not modelled."""
-    if not {"mul", "div", "clamp"} & set(i.modifiers):
+def wrap_result(i: Instruction, op: VectorOp, floating: bool) -> Callable[..., Any] | None:
+    """What ``op`` runs, with the output modifiers; None if they mean something that is not modelled."""
+    run, given = op.run, {"mul", "div", "clamp"} & set(i.modifiers)
+    if not given:
         return run
     if not floating:
-        return None
+        return op.saturated if given == {"clamp"} else None
     return lambda *values: finish_float(i, run(*values))
 
 
@@ -102,7 +105,7 @@ def split_operands(op: VectorOp, operands: list[Operand]) -> tuple[Operand, Oper
 
 def build_vector(i: Instruction, op: VectorOp, encoding: str, floating: bool) -> Decoded | None:
     """Decode an instruction of a table."""
-    run = wrap_result(i, op.run, floating)
+    run = wrap_result(i, op, floating)
     if run is None or set(i.modifiers) - allowed_modifiers(encoding):
         return None
     operands = [parse_operand(text) for text in i.operands]

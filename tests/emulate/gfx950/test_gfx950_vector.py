@@ -81,6 +81,19 @@ def test_integer_instructions(name, a, b, c):
 
 
 @settings(max_examples=10, deadline=None)
+@given(a=WORDS, b=WORDS)
+def test_clamp_of_unsigned_integers_saturates(a, b):
+    body = """v_add_u32_e64 v10, v1, v2 clamp
+        v_sub_u32_e64 v11, v1, v2 clamp
+        v_subrev_u32_e64 v12, v1, v2 clamp"""
+    total, left, right = run_snippet(body, [np.array(a), np.array(b)], ["v10", "v11", "v12"])
+    pairs = list(zip(a, b, strict=True))
+    assert total.tolist() == [min(x + y, M) for x, y in pairs]
+    assert left.tolist() == [max(x - y, 0) for x, y in pairs]
+    assert right.tolist() == [max(y - x, 0) for x, y in pairs]
+
+
+@settings(max_examples=10, deadline=None)
 @given(a=WORDS, b=WORDS, c=WORDS, table=st.integers(0, 255))
 def test_bitop3_is_its_truth_table(a, b, c, table):
     (result,) = run_snippet(
