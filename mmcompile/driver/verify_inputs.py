@@ -9,18 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmcompile.core.formats import nvfp4
+from mmcompile.core.formats import mxfp8, nvfp4
 from mmcompile.core.ops.define import get_op
 from mmcompile.core.plan import Launch, Plan
 
 TOKEN_COUNTS = (1, 3, 16, 17, 33)
 FEW_ROWS = (1, 7)
-"""Decode batches for operations with many or long programs a row; 7 rows hold every kind of sequence and sampling."""
+"""Token counts for operations with many or long programs a row; 7 rows hold every kind of sequence and sampling."""
 GARBAGE_PAGES = (-1, 1 << 30)
 EMPTY_SLOT = -1
 
 _POSITIVE_STEPS = {"log", "log2", "sqrt", "rsqrt", "reciprocal", "div", "pow"}
-_COSTLY_ROWS = {"mm.paged_attention", "mm.sample"}
+_COSTLY_ROWS = {"mm.embedding", "mm.sample"}
+_COSTLY_STEPS = {"mm.paged_attention"}
 _NORM_OPS = {"rms_norm", "add_rms_norm"}
 _CACHES = ("kv_cache", "index_cache")
 
@@ -58,7 +59,8 @@ def list_decoder_cases(
     limits = plan.symbols
     largest = limits["batch"] if phase == "decode" else limits["tokens"]
     page, context = _page_size(plan), _longest_sequence(plan)
-    usual = FEW_ROWS if phase == "decode" and op in _COSTLY_ROWS else TOKEN_COUNTS
+    costly = op in _COSTLY_ROWS or (phase == "decode" and op in _COSTLY_STEPS)
+    usual = FEW_ROWS if costly else TOKEN_COUNTS
     cases = []
     for tokens in list_token_counts(above, min(max_tokens or largest, largest), quick, usual):
         if phase == "decode":
@@ -171,6 +173,10 @@ def fill_operands(launch: Launch, views: Mapping[str, Tensor], case: Case, seed:
         known["query_start"] = torch.tensor([0, *case.new]).cumsum(0)
     if "packed" in views:
         known |= _make_nvfp4(views["packed"].shape, generator)
+    if "values" in views:
+        known |= _make_mxfp8(views["values"].shape, generator)
+    if "experts" in views:
+        known |= _make_experts(views, generator)
     if "x_packed" in views:
         known |= _make_nvfp4_activations(views["x_packed"].shape, generator)
     if op == "sample":
@@ -204,6 +210,38 @@ def _make_nvfp4(shape: torch.Size, generator: torch.Generator) -> dict[str, Tens
     packed, scale, multiplier = nvfp4.encode(weight)
     factors = 0.5 + torch.rand(shape[0], generator=generator)
     return {"packed": packed, "scale": scale, "global_scale": multiplier * factors}
+
+
+def _make_mxfp8(shape: torch.Size, generator: torch.Generator) -> dict[str, Tensor]:
+    """A random weight encoded."""
+    parts = mxfp8.encode(torch.randn(shape, generator=generator) / math.sqrt(shape[1]))
+    return dict(zip(("values", "scale"), parts, strict=True))
+
+
+def _make_experts(views: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Choices of experts and their weights, and the stacks, encoded where they are packed.
+
+    The first expert is popular, the last has no token where there is a choice; the second token has an empty place, the
+    third is padding.
+    """
+    stacks = {base: views.get(base, views.get(f"{base}_packed")) for base in ("gate_up", "down")}
+    known: dict[str, Tensor] = {}
+    for base, stack in stacks.items():
+        assert stack is not None, f"experts without {base}"
+        if base in views:
+            known[base] = torch.randn(stack.shape, generator=generator) / math.sqrt(stack.shape[2])
+            continue
+        parts = [_make_nvfp4(matrix.shape, generator) for matrix in stack]
+        known |= {f"{base}_{name}": torch.stack([part[name] for part in parts]) for name in parts[0]}
+    tokens, top_k = views["experts"].shape
+    count = len(known[next(iter(known))])
+    ranking = torch.rand(tokens, count, generator=generator)
+    ranking[:, 0] += 0.8
+    ranking[:, -1] -= 2.0
+    experts = ranking.argsort(dim=1, descending=True)[:, :top_k].clone()
+    experts[1:2, -1] = -1
+    experts[2:3] = -1
+    return known | {"experts": experts, "weights": torch.rand(tokens, top_k, generator=generator)}
 
 
 def _make_nvfp4_activations(shape: torch.Size, generator: torch.Generator) -> dict[str, Tensor]:

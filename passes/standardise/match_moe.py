@@ -160,7 +160,7 @@ def _rewrite_experts(graph_module: fx.GraphModule, found: _Experts, result: Pass
 
 
 def _rewrite_router(graph_module: fx.GraphModule, moe: fx.Node, result: PassResult) -> None:
-    """Replace ``s / sum(s)`` of the chosen sigmoid scores; routers by softmax stay as they are."""
+    """Replace ``s / sum(s)`` of the chosen sigmoid scores, and routers by softmax."""
     experts, weights = moe.args[1:3]
     if not (is_getitem(experts, 1) and is_call(experts.args[0], aten.topk.default)):
         raise Refusal(moe, f"the experts come from {describe(experts)}, mm.route_top_k needs aten.topk.default")
@@ -170,6 +170,9 @@ def _rewrite_router(graph_module: fx.GraphModule, moe: fx.Node, result: PassResu
     if is_call(ranking, aten.add.Tensor):
         first, second = ranking.args
         scores, bias = (first, second) if is_call(first, aten.sigmoid.default) else (second, first)
+    if is_call(ranking, aten.softmax.int):
+        _rewrite_softmax(graph_module, moe, ranking, result)
+        return
     if not is_call(scores, aten.sigmoid.default):
         return
     if not topk["largest"] or topk["dim"] not in (-1, 1) or dtype_of(scores) != torch.float32:
@@ -184,6 +187,39 @@ def _rewrite_router(graph_module: fx.GraphModule, moe: fx.Node, result: PassResu
         new_weights, new_experts = (emit(graph_module, weights, operator.getitem, route, i) for i in (0, 1))
     moe.replace_input_with(experts, new_experts)
     replace(graph_module, "route_top_k", weights, new_weights, result)
+
+
+def _rewrite_softmax(graph_module: fx.GraphModule, moe: fx.Node, scores: fx.Node, result: PassResult) -> None:
+    """Replace the choice by probability, and the division of the chosen ones by their sum where there is one."""
+    experts = moe.args[1]
+    given, topk = full_arguments(scores), full_arguments(experts.args[0])
+    if not topk["largest"] or topk["dim"] not in (-1, 1) or given["dim"] not in (-1, 1):
+        raise Refusal(scores, "the experts are not those of the largest probabilities over all experts")
+    if dtype_of(scores) != torch.float32 or len(shape_of(scores)) != 2:
+        raise Refusal(scores, f"the probabilities are {dtype_of(scores)} {list(shape_of(scores))}, fp32 rows needed")
+    chosen = next((n for n in experts.args[0].users if is_getitem(n, 0)), None)
+    if chosen is None:
+        raise Refusal(moe, "the weights of the experts are not the chosen probabilities")
+    root = next((n for n in chosen.users if _is_share(n, chosen)), chosen)
+    logits = given["self"]
+    logits = logits.args[0] if is_call(logits, aten.to.dtype) else logits
+    with graph_module.graph.inserting_before(root):
+        arguments = (logits, None, topk["k"], 1.0, "softmax", root is not chosen)
+        route = emit(graph_module, root, mm.route_top_k.default, *arguments)
+        new_weights, new_experts = (emit(graph_module, root, operator.getitem, route, i) for i in (0, 1))
+    moe.replace_input_with(experts, new_experts)
+    replace(graph_module, "route_top_k", root, new_weights, result)
+
+
+def _is_share(node: fx.Node, chosen: fx.Node) -> bool:
+    """Whether ``node`` divides the chosen weights by their own sum, and nothing else reads them."""
+    if not is_call(node, aten.div.Tensor) or node.args[0] is not chosen or len(chosen.users) != 2:
+        return False
+    total = node.args[1]
+    if not is_call(total, aten.sum.dim_IntList) or total.args[0] is not chosen:
+        return False
+    given = full_arguments(total)
+    return given["dim"] in ([-1], [1]) and bool(given["keepdim"]) and node.kwargs == {}
 
 
 def _check_weights(weights: fx.Node, scores: fx.Node, experts: fx.Node) -> None:

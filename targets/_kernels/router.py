@@ -1,4 +1,4 @@
-"""The expert router (sigmoid scores, top-k, normalised weights) and the clamped SwiGLU of its experts."""
+"""The expert router (scores, top-k, weights) and the clamped SwiGLU of its experts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ MAX_BLOCK = 1024
 
 @triton.jit
 def tile_route_top_k(token, logits, bias, weights, experts, STRIDE: tl.constexpr, EXPERTS: tl.constexpr,
-                     BLOCK: tl.constexpr, TOP_K: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr):
+                     BLOCK: tl.constexpr, TOP_K: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr,
+                     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
     """The TOP_K experts of one token by biased score, lower ids first among equals, and their unbiased weights."""
     expert = tl.arange(0, BLOCK)
     valid = expert < EXPERTS
     logit = tl.load(logits + token.to(tl.int64) * STRIDE + expert, mask=valid, other=0.0).to(tl.float32)
-    scores = tl.div_rn(tl.full([BLOCK], 1.0, tl.float32), 1.0 + tl.exp(-logit))
+    if SOFTMAX:
+        logit = tl.where(valid, logit, -float("inf"))
+        powers = tl.exp(logit - tl.max(logit, axis=0))
+        scores = tl.div_rn(powers, tl.zeros([BLOCK], tl.float32) + tl.sum(powers, axis=0))
+    else:
+        scores = tl.div_rn(tl.full([BLOCK], 1.0, tl.float32), 1.0 + tl.exp(-logit))
     ranking = scores
     if bias is not None:
         ranking += tl.load(bias + expert, mask=valid, other=0.0)
@@ -47,9 +53,10 @@ def tile_route_top_k(token, logits, bias, weights, experts, STRIDE: tl.constexpr
         chosen = tl.where(place == i, best, chosen)
         kept = tl.where(place == i, score, kept)
         keys = tl.where(expert == best, -0x8000000000000000, keys)
-    total = tl.zeros([K], tl.float32) + tl.sum(kept, axis=0)
+    if NORMALIZE:
+        kept = tl.div_rn(kept, tl.zeros([K], tl.float32) + tl.sum(kept, axis=0))
     row = token.to(tl.int64) * TOP_K + place
-    tl.store(weights + row, tl.div_rn(kept, total) * SCALE, mask=place < TOP_K)
+    tl.store(weights + row, kept * SCALE, mask=place < TOP_K)
     tl.store(experts + row, chosen, mask=place < TOP_K)
 
 
@@ -91,6 +98,8 @@ def _refuse_route(call: OpCall, spec: TargetSpec, architecture: Architecture) ->
         return f"{experts} experts, above {LARGEST_ROUTER}"
     if not 1 <= top_k <= min(LARGEST_TOP_K, experts):
         return f"top_k is {top_k}, not from 1 to {min(LARGEST_TOP_K, experts)}"
+    if call.attributes.get("scores", "sigmoid") not in ("sigmoid", "softmax"):
+        return f"scores by {call.attributes['scores']}, not sigmoid or softmax"
     if is_present(call, "bias") and (need(call, "bias").dtype != "float32" or need(call, "bias").strides[0] != 1):
         return "bias must be contiguous fp32"
     return None
@@ -100,10 +109,13 @@ def _emit_route(call: OpCall, spec: TargetSpec, architecture: Architecture) -> t
     logits, (weights, experts), top_k = need(call, "logits"), call.results, int(call.attributes["top_k"])
     count, biased = int(logits.shape[1]), is_present(call, "bias")
     constants = {"STRIDE": row_stride(logits), "EXPERTS": count, "BLOCK": next_power_of_two(count), "TOP_K": top_k,
-                 "K": next_power_of_two(top_k), "SCALE": float(call.attributes["scale"])}
+                 "K": next_power_of_two(top_k), "SCALE": float(call.attributes["scale"]),
+                 "SOFTMAX": call.attributes.get("scores", "sigmoid") == "softmax",
+                 "NORMALIZE": bool(call.attributes.get("normalize", True))}
     given = [pointer("bias", need(call, "bias"))] if biased else []
     return (emit_kernel(
-        name=kernel_name("route_top_k", short_dtype(logits.dtype), f"{top_k}of{count}", "bias" if biased else ""),
+        name=kernel_name("route_top_k", short_dtype(logits.dtype), f"{top_k}of{count}", "bias" if biased else "",
+                         "softmax" if constants["SOFTMAX"] else ""),
         title="The experts of one token and their weights.", tiles=[tile_route_top_k], constants=constants,
         parameters=[pointer("logits", logits), *given, pointer("weights", weights, "result"),
                     pointer("experts", experts, "result1")],

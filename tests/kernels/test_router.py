@@ -64,6 +64,22 @@ def test_nan_logits_rank_first_as_in_torch(runner):
     route(runner, torch.tensor([[1.0, math.nan, 2.0, 0.0], [0.0, 1.0, math.nan, math.nan]]), None, 2)
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "dtype"), [(3, 128, 8, F32), (2, 60, 4, BF16), (2, 1, 1, F32)])
+def test_softmax_router_matches_reference(runner, tokens, experts, top_k, dtype, normalize):
+    logits = spaced_logits(tokens, experts)
+    logits[0, experts // 2] = 30.0
+    attributes = {"top_k": top_k, "scale": 1.5, "scores": "softmax", "normalize": normalize}
+    outcomes = runner.run_everywhere(ROUTE, {"logits": logits.to(dtype), "bias": None}, attributes,
+                                     rows={"logits": "tokens", "result": "tokens"}, symbols={"tokens": tokens})
+    for outcome in outcomes:
+        (weights, chosen), (want_weights, want_chosen) = outcome.results, outcome.references
+        probabilities = torch.softmax(logits.to(dtype).float(), -1).gather(1, chosen.long())
+        torch.testing.assert_close(weights, want_weights, rtol=4e-6, atol=1e-37)
+        assert torch.equal(probabilities, probabilities.sort(-1, descending=True).values)
+        assert torch.equal(chosen, want_chosen)
+
+
 def test_strided_logits(runner):
     route(runner, torch.cat([spaced_logits(3, 16), torch.full((3, 4), math.nan)], 1)[:, :16], None, 4)
 
@@ -100,3 +116,9 @@ def test_swiglu_oai_refuses_two_dtypes(call_of):
     call = call_of("swiglu_oai", {"gate": torch.zeros((2, 4)), "up": torch.zeros((2, 4), dtype=BF16)},
                    {"alpha": 1.702, "limit": 7.0}, {}, [])
     assert "one dtype" in SWIGLU.refuse(call, SPEC, ARCH)
+
+
+def test_router_refuses_unknown_scores(call_of):
+    call = call_of("route_top_k", {"logits": torch.zeros((2, 8)), "bias": None},
+                   {"top_k": 2, "scale": 1.0, "scores": "tanh"}, {}, [])
+    assert ROUTE.refuse(call, SPEC, ARCH) == "scores by tanh, not sigmoid or softmax"

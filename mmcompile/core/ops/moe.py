@@ -1,4 +1,4 @@
-"""Mixture of experts: the sigmoid router, its choice of experts, the experts, and SwiGLU as gpt-oss clamps it."""
+"""Mixture of experts: the router, its choice of experts, the experts, and SwiGLU as gpt-oss clamps it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from mmcompile.core.ops.define import define_op
 from mmcompile.core.ops.norm import swiglu
 
 ACTIVATIONS = ("swiglu", "swiglu_oai")
+SCORES = ("sigmoid", "softmax")
 
 
 def _fake_swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
@@ -26,28 +27,36 @@ def swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     return (up + 1.0) * (gate * torch.sigmoid(gate * alpha))
 
 
-def _fake_route_top_k(logits: Tensor, bias: Tensor | None, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+def _fake_route_top_k(
+    logits: Tensor, bias: Tensor | None, top_k: int, scale: float, scores: str = "sigmoid", normalize: bool = True
+) -> tuple[Tensor, Tensor]:
+    if scores not in SCORES:
+        raise ValueError(f"scores must be one of {SCORES}, got {scores!r}")
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
 @define_op(fake=_fake_route_top_k)
-def route_top_k(logits: Tensor, bias: Tensor | None, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Choose experts by sigmoid score (DeepSeek-V3's router without groups, arXiv 2412.19437; MiniMax-M2 and M3).
+def route_top_k(
+    logits: Tensor, bias: Tensor | None, top_k: int, scale: float, scores: str = "sigmoid", normalize: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Choose experts by score (DeepSeek-V3's router without groups, arXiv 2412.19437; MiniMax-M3; Mixtral; Qwen3-MoE).
 
     Args:
         logits: [tokens, experts], any float dtype; everything after is fp32. bias: fp32 [experts], added to the scores
             for the choice only (``e_score_correction_bias``). top_k: experts a token.
-        scale: multiplies the weights (``routed_scaling_factor``).
+        scale: multiplies the weights (``routed_scaling_factor``). scores: "sigmoid", or "softmax" over all experts.
+        normalize: divide the weights by their sum (``norm_topk_prob``).
 
-    Returns: weights fp32 [tokens, top_k], ``scale * s / sum of the chosen s`` of the scores s without bias; experts
-    int32 [tokens, top_k], by falling biased score, the lower id first among equal ones.
+    Returns: weights fp32 [tokens, top_k], ``scale * s / sum of the chosen s`` of the scores s without bias, or
+    ``scale * s``; experts int32 [tokens, top_k], by falling biased score, the lower id first among equal ones.
     """
-    scores = torch.sigmoid(logits.float())
-    ranking = scores if bias is None else scores + bias
+    given = torch.sigmoid(logits.float()) if scores == "sigmoid" else torch.softmax(logits.float(), -1)
+    ranking = given if bias is None else given + bias
     experts = torch.sort(ranking, dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = scores.gather(1, experts)
-    return weights / weights.sum(-1, keepdim=True) * scale, experts.to(torch.int32)
+    weights = given.gather(1, experts)
+    weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
+    return weights * scale, experts.to(torch.int32)
 
 
 def apply_gate(gate_up: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
@@ -104,7 +113,7 @@ def moe(
     then the residual is added. Returns [tokens, k].
     """
     _check_moe(gate_up, down, activation)
-    outputs = torch.zeros((*experts.shape, down.shape[1]), dtype=torch.float32, device=x.device)
+    outputs = torch.zeros((*experts.shape, down.shape[1]), dtype=weights.dtype, device=x.device)
     for expert in torch.unique(experts[experts >= 0]).tolist():
         token, place = torch.where(experts == expert)
         hidden = apply_gate(x[token] @ gate_up[expert].T, activation, alpha, limit)

@@ -68,7 +68,7 @@ def moe_nvfp4(
     Every projection is that of ``linear_nvfp4``; the sum is that of ``moe``. Returns [tokens, k].
     """
     _check(gate_up_packed, down_packed, activation)
-    outputs = torch.zeros((*experts.shape, down_packed.shape[1]), dtype=torch.float32, device=x.device)
+    outputs = torch.zeros((*experts.shape, down_packed.shape[1]), dtype=weights.dtype, device=x.device)
     for expert in torch.unique(experts[experts >= 0]).tolist():
         token, place = torch.where(experts == expert)
         gate_up = linear_nvfp4(x[token], gate_up_packed[expert], gate_up_scale[expert], gate_up_global_scale[expert])
