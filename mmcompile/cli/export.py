@@ -11,12 +11,15 @@ from rich.console import Console
 from mmcompile.cli.build import parse_options, split_list
 from mmcompile.cli.console import Debug, Json, emit
 from mmcompile.cli.progress import show_progress
+from mmcompile.core.errors import UsageError
 
 _EPILOG = """[b]Examples[/b]
 
 mmcompile export smollm2-135m --format onnx --after standardise --dtype float32 -o smollm2.onnx
 
 mmcompile export smollm2-135m --quant nvfp4 --dtype float32 --nvfp4 function -o smollm2-nvfp4.onnx
+
+mmcompile export smollm2-135m --format linalg --size tokens=1 --dtype float32 -o decode.mlirbc
 """
 
 
@@ -30,7 +33,7 @@ def export(
         str, typer.Argument(help="A name, HF directory or config.json, .gguf, .onnx, or file.py:factory.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to create.")],
-    format: Annotated[str, typer.Option(help="onnx.")] = "onnx",
+    format: Annotated[str, typer.Option(help="onnx, or MLIR: torch, linalg, stablehlo, tosa.")] = "onnx",
     after: Annotated[str, typer.Option(help="Pass or phase after which the graph is taken; or capture.")] = "layout",
     quant: Annotated[str, typer.Option(help="Quantization scheme: none or nvfp4.", metavar="SCHEME")] = "none",
     quant_option: Annotated[
@@ -39,6 +42,10 @@ def export(
     nvfp4: Annotated[
         str, typer.Option(help="NVFP4 weights as standard FLOAT4E2M1, or by a function over bytes: standard, function.")
     ] = "standard",
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="Fix a size in MLIR, e.g. tokens=1 or past=0; others are dynamic.", metavar="NAME=N"),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations: bfloat16, float16, float32.")] = "bfloat16",
     max_context: Annotated[int, typer.Option(help="Tokens per sequence (length of RoPE tables).")] = 2048,
     weights: Annotated[str, typer.Option(help="auto, real or random.")] = "auto",
@@ -56,6 +63,7 @@ def export(
     """Write the graph of a model after a pass: standard operators, and mm functions with bodies where there are none.
 
     A decoder takes its cache as past_key_<i> and past_value_<i> and gives the new one back, for prefill and decode.
+    MLIR goes out through torch-mlir, mm operations by their references, as bytecode if the file ends in .mlirbc.
     """
     from mmcompile.driver import BuildOptions
     from mmcompile.driver.export import export as run_export
@@ -71,7 +79,10 @@ def export(
         fixed=parse_options(fix, "--fix"),
     )
     with show_progress(silent=as_json) as watch:
-        facts = run_export(model, out, options, format=format, after=after, nvfp4=nvfp4, force=force, progress=watch)
+        facts = run_export(
+            model, out, options, format=format, after=after, nvfp4=nvfp4, sizes=_parse_sizes(size), force=force,
+            progress=watch,
+        )  # fmt: skip
 
     def view(console: Console) -> None:
         functions = ", ".join(facts["functions"]) or "none"
@@ -80,3 +91,11 @@ def export(
         )
 
     emit(facts, as_json, view)
+
+
+def _parse_sizes(texts: list[str] | None) -> dict[str, int]:
+    sizes = parse_options(texts, "--size")
+    for name, value in sizes.items():
+        if type(value) is not int:
+            raise UsageError(f"--size {name} takes a whole number, not {value!r}", fix="write e.g. --size tokens=1")
+    return sizes

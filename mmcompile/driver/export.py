@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from mmcompile.capture.export import Captured
 from mmcompile.capture.tensors import require_package
 from mmcompile.core.errors import ArtifactError, UsageError, unknown_name
 from mmcompile.core.passes import Pass, PassContext
@@ -13,25 +15,29 @@ from mmcompile.core.runner import run_passes
 from mmcompile.driver.doors import open_door
 from mmcompile.driver.options import BuildOptions
 from mmcompile.driver.progress import Progress, silent
+from mmcompile.driver.rewrite import find_stored_scheme
 from mmcompile.passes.pipeline import list_passes
 
-FORMATS = ("onnx",)
+MLIR_FORMATS = ("torch", "linalg", "stablehlo", "tosa")
+FORMATS = ("onnx", *MLIR_FORMATS)
 NVFP4_FORMS = ("standard", "function")
-# These serve the paged cache of the runtime. An ONNX file has its cache as plain inputs and outputs instead.
-PAGED = ("insert_paged_cache", "gather_last_token", "append_sampler")
+# These serve the paged cache of the runtime. A file has its cache as plain inputs and outputs instead.
+PAGED = ("insert_paged_cache", "insert_sparse_cache", "gather_last_token", "append_sampler")
 _PHASES = ("clean", "standardise", "quantize", "fuse", "layout")
 _PROTOBUF_LIMIT = 2**31 - 1
 
 
 def export(
     model: str, out: Path, options: BuildOptions, *, format: str = "onnx", after: str = "layout",
-    nvfp4: str = "standard", force: bool = False, progress: Progress = silent,
+    nvfp4: str = "standard", sizes: Mapping[str, int] | None = None, force: bool = False, progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the graph of ``model`` after a pass.
 
     Args:
+        format: "onnx", or a form of MLIR (see interchange.mlir_writer), as bytecode if ``out`` ends in ``.mlirbc``.
         after: name of a pass, or of a phase (its last pass). The passes of the paged cache are left out.
-        nvfp4: "standard" or "function" (see interchange.onnx_writer). force: replace a file that is there.
+        nvfp4: "standard" or "function" (see interchange.onnx_writer). sizes: symbols that MLIR has as numbers.
+        force: replace a file that is there.
 
     Returns: facts: path, format, after, nodes, functions, inputs, outputs, bytes. Raises the MMError of what failed,
         and writes nothing then.
@@ -39,6 +45,8 @@ def export(
     for kind, name, known in (("format", format, FORMATS), ("form of NVFP4 weights", nvfp4, NVFP4_FORMS)):
         if name not in known:
             raise unknown_name(kind, name, known)
+    if sizes and format == "onnx":
+        raise UsageError("sizes stay symbols in an ONNX file", fix="leave --size out, or choose a format of MLIR")
     if (Path(model) / "manifest.json").is_file():
         raise UsageError(
             "an artifact holds launches and packed weights, not a graph",
@@ -47,44 +55,67 @@ def export(
         )
     if out.exists() and not force:
         raise ArtifactError("the output exists already", where=str(out), fix="pass --force to replace it")
-    require_package("onnx", "onnx")
-    import onnx
+    if format == "onnx":
+        require_package("onnx", "onnx")
+    else:
+        require_package("torch_mlir", "mlir")
+    captured, last = capture_until(model, options, after, progress)
+    if format == "onnx":
+        facts = _export_onnx(captured, out, Path(model).stem, nvfp4)
+    else:
+        facts = _export_mlir(captured, out, format, sizes or {})
+    return {"path": str(out), "format": format, "after": last, **facts, "bytes": out.stat().st_size}
 
-    from mmcompile.interchange.onnx_writer import list_functions, write_onnx
 
+def capture_until(model: str, options: BuildOptions, after: str, progress: Progress) -> tuple[Captured, str]:
+    """A captured model whose graph went through the passes up to ``after``, and the name of the last one."""
     progress("capture", model, 0, 1)
     captured = open_door(model, options)
-    passes = _choose(list_passes(captured.kind, options.quantization, stored=bool(captured.nvfp4)), after)
+    stored = find_stored_scheme(captured)
+    passes = _choose(list_passes(captured.kind, options.quantization, stored=stored), after)
     longest = captured.config.get("max_positions", options.max_context)
     context = PassContext(
         max_context=min(options.max_context, longest),
         quantization=options.quantization,
         quantization_options=options.quantization_options,
         checkpoint_nvfp4=captured.nvfp4,
+        checkpoint_mxfp8=captured.mxfp8,
     )
     run_passes(captured.graph_module, passes, context, disabled=options.disabled, required=options.required)
-    made = write_onnx(captured.graph_module, name=Path(model).stem, nvfp4=nvfp4)  # type: ignore[arg-type]
+    return captured, passes[-1].name if passes else "capture"
+
+
+def _export_onnx(captured: Captured, out: Path, name: str, nvfp4: str) -> dict[str, Any]:
+    import onnx
+
+    from mmcompile.interchange.onnx_writer import list_functions, write_onnx
+
+    made = write_onnx(captured.graph_module, name=name, nvfp4=nvfp4)  # type: ignore[arg-type]
     if made.ByteSize() > _PROTOBUF_LIMIT:
         raise UsageError("the model exceeds 2 GB, the limit of an ONNX file without external data", fix="quantize it")
     onnx.checker.check_model(made, full_check=True)
-    _write(out, made.SerializeToString(deterministic=True))
+    _write(out, lambda stream: stream.write(made.SerializeToString(deterministic=True)))
     return {
-        "path": str(out),
-        "format": format,
-        "after": passes[-1].name if passes else "capture",
         "nodes": len(made.graph.node),
         "functions": list_functions(made),
         "inputs": [v.name for v in made.graph.input],
         "outputs": [v.name for v in made.graph.output],
-        "bytes": out.stat().st_size,
     }
+
+
+def _export_mlir(captured: Captured, out: Path, form: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+    from mmcompile.interchange.mlir_writer import make_mlir
+
+    made = make_mlir(captured.graph_module, form=form, sizes=sizes, limits=captured.symbols)
+    _write(out, lambda stream: made.write(stream, bytecode=out.suffix == ".mlirbc"))
+    return {"nodes": made.nodes, "functions": [], "inputs": list(made.inputs), "outputs": list(made.outputs)}
 
 
 def _choose(passes: list[Pass], after: str) -> list[Pass]:
     """Passes up to and with ``after``, without those of the paged cache."""
     if after in PAGED:
         raise UsageError(
-            f"{after} belongs to the paged cache of the runtime, which ONNX does not have", fix="choose another"
+            f"{after} belongs to the paged cache of the runtime, which no file has", fix="choose another"
         )
     if after == "capture":
         return []
@@ -98,12 +129,13 @@ def _choose(passes: list[Pass], after: str) -> list[Pass]:
     return usable[: names.index(after) + 1]
 
 
-def _write(out: Path, content: bytes) -> None:
+def _write(out: Path, fill: Callable[[BinaryIO], Any]) -> None:
     """A file that appears whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        part.write_bytes(content)
+        with part.open("wb") as stream:
+            fill(stream)
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from mmcompile.core.passes import Pass, PassContext
 from mmcompile.core.runner import PassReport, check_required, copy_graph, run_passes
 from mmcompile.core.sample_inputs import make_decode_inputs
 from mmcompile.core.sample_inputs import make_decoder_inputs as make_inputs
+from mmcompile.driver.counts import Counts, count_checkpoint, count_launches
 from mmcompile.driver.options import BuildOptions
 from mmcompile.driver.progress import Progress
 from mmcompile.passes.pipeline import list_decode_passes, list_passes, list_rules, list_score_passes
@@ -30,8 +31,8 @@ class Rewritten:
     context: PassContext
     symbols: dict[str, dict[str, int]]
     outputs: dict[str, tuple[str, ...]]
-    captured_operations: int
     parameters: int
+    counts: Counts
 
 
 def rewrite_model(captured: Captured, options: BuildOptions, dump: Path, progress: Progress) -> Rewritten:
@@ -47,34 +48,42 @@ def rewrite_model(captured: Captured, options: BuildOptions, dump: Path, progres
         checkpoint_nvfp4=captured.nvfp4,
         checkpoint_mxfp8=captured.mxfp8,
     )
-    passes = list_passes(captured.kind, options.quantization, stored=_find_stored_scheme(captured))
+    passes = list_passes(captured.kind, options.quantization, stored=find_stored_scheme(captured))
     copies = _list_copies(options) if decoder else {}
     every = [*passes, *(p for more in copies.values() for p in more)]
     _check_names(options, [p.name for p in every])
-    if options.quantization_options and options.quantization == "none" and not _find_stored_scheme(captured):
+    if options.quantization_options and options.quantization == "none" and not find_stored_scheme(captured):
         names = ", ".join(options.quantization_options)
         raise UsageError(f"options of a quantization, but none is asked for: {names}", fix="pass --quant, e.g. nvfp4")
 
+    graph = current = captured.graph_module
+    counts, before = Counts(beside=captured.config.get("beside", {})), count_launches(graph)
+    weights = {name: (tuple(p.shape), p.dtype) for name, p in graph.named_parameters()}
+    parameters = sum(p.numel() for p in graph.parameters())
+
     def report(done: PassReport) -> None:
+        nonlocal before
+        after = count_launches(current)
+        counts.passes.append((before, after))
+        before = after
         progress("rewrite", done.name, done.index + 1, len(every))
 
-    graph = captured.graph_module
-    operations = sum(n.op == "call_function" for n in graph.graph.nodes)
-    parameters = sum(p.numel() for p in graph.parameters())
     shared: dict[str, Any] = {"disabled": options.disabled, "dump": dump, "progress": report, "seed": options.seed}
     verify = options.verify and _has_values(graph)
     reports = run_passes(graph, passes, context, make_inputs=make_inputs if verify else None, **shared)
     graphs = {"prefill" if decoder else "forward": graph}
     for phase, more in copies.items():
-        graphs[phase] = copy_graph(graph)
+        graphs[phase] = current = copy_graph(graph)
+        before = count_launches(graph)
         inputs = (make_decode_inputs if phase == "decode" else None) if verify else None
         reports += run_passes(graphs[phase], more, context, make_inputs=inputs, first_index=len(reports), **shared)
     check_required(reports, options.required)
     outputs = {name: _name_results(name, g) for name, g in graphs.items()}
-    return Rewritten(graphs, reports, context, _limits(captured, options, context), outputs, operations, parameters)
+    counts.checkpoint = count_checkpoint(weights, context.info.get("layers", {}))
+    return Rewritten(graphs, reports, context, _limits(captured, options, context), outputs, parameters, counts)
 
 
-def _find_stored_scheme(captured: Captured) -> str:
+def find_stored_scheme(captured: Captured) -> str:
     """The scheme of passes/quant that takes over what the checkpoint stores quantized, "" if it stores nothing so."""
     experts = any(parts[0].ndim == 3 for parts in captured.nvfp4.values())
     if captured.mxfp8 or experts:
