@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmcompile.core.formats.footprint import count_checkpoint_bytes
+from mmcompile.models._minimax_m3_checkpoint import list_checkpoint_weights
 from mmcompile.models._minimax_m3_config import MODEL_TYPES, MiniMaxM3Config, read_config, slice_layers
 
 __all__ = ["MODELS", "MODEL_TYPES", "MiniMaxM3Config", "build", "find_weights", "read_config", "slice_layers"]
@@ -36,6 +38,14 @@ WEIGHTS_ADVICE = "name a directory with the checkpoint instead, or build with --
 def find_weights(name: str) -> Path | None:
     """No installed package holds these weights."""
     return None
+
+
+def count_beside(name: str) -> dict[str, int]:
+    """Bytes that the published checkpoint holds beside the text decoder, by part; {} for slices and tiny models."""
+    if name not in ("minimax-m3", "minimax-m3.1-flash"):
+        return {}
+    weights = list_checkpoint_weights({}, MODELS[name], "bf16")
+    return {"vision tower": count_checkpoint_bytes(weights)["total"]}
 
 
 def build(config: MiniMaxM3Config) -> nn.Module:

@@ -71,7 +71,7 @@ def stack_experts(checkpoint: Checkpoint, parameters: Container[str]) -> Checkpo
                 else:
                     plain[name] = stack
     return replace(
-        checkpoint,
+        spelled,
         tensors={n: lazy for n, lazy in spelled.tensors.items() if n.removesuffix(".weight") not in stacked} | plain,
         nvfp4={name: parts for name, parts in spelled.nvfp4.items() if name not in stacked},
         mxfp8={name: parts for name, parts in spelled.mxfp8.items() if name not in stacked},

@@ -26,6 +26,7 @@ class Opened:
 
 def open_selected(path: Path, target: str | None) -> Opened:
     """Open an artifact, all targets or one. Raises ArtifactError."""
+    from mmcompile.driver.counts import read_counts
     from mmcompile.driver.summary import read_passes, summarise
     from mmcompile.runtime.artifact import open_artifact
     from mmcompile.runtime.selection import require_target
@@ -33,7 +34,7 @@ def open_selected(path: Path, target: str | None) -> Opened:
     artifact = open_artifact(path)
     require_target(artifact.manifest, target)
     plans = {name: artifact.plan(name) for name in artifact.manifest.targets}
-    summary = summarise(artifact.manifest, plans, read_passes(path))
+    summary = summarise(artifact.manifest, plans, read_passes(path), read_counts(path))
     if target is not None:
         summary["targets"] = [t for t in summary["targets"] if t["name"] == target]
         plans = {target: plans[target]}

@@ -89,7 +89,9 @@ def _capture_named(name: str, module: ModuleType, config: Any, options: BuildOpt
     if found is None and options.weights == "real":
         raise CheckpointError(f"there are no weights for {name!r} on this machine", fix=module.WEIGHTS_ADVICE)
     checkpoint = open_checkpoint(found) if found is not None and options.weights in ("auto", "real") else None
-    return _capture(name, module, config, checkpoint, options)
+    captured = _capture(name, module, config, checkpoint, options)
+    captured.config["beside"] = module.count_beside(name) if hasattr(module, "count_beside") else {}
+    return captured
 
 
 def _capture(

@@ -32,6 +32,7 @@ from mmcompile.core.plan import (
 )
 from mmcompile.core.spec import TargetSpec
 from mmcompile.driver.compile import Compiled
+from mmcompile.driver.counts import write_counts
 from mmcompile.driver.options import BuildOptions
 from mmcompile.driver.report import write_report
 from mmcompile.driver.rewrite import Rewritten
@@ -170,6 +171,7 @@ class Packer:
         if self.captured.tokenizer is not None:
             (self.folder / "tokenizer.json").write_bytes(self.captured.tokenizer)
         manifest = self._make_manifest()
+        write_counts(self.folder, self.rewritten.counts)
         write_report(self.folder, manifest, self.plans)
         record = seal(manifest.model_dump(mode="json") | {"files": hash_files(self.folder)})
         manifest = Manifest.model_validate(record)

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from mmcompile.core.formats import WEIGHT_FORMATS
 from mmcompile.core.plan import Launch, Manifest, Phase, Plan
 from mmcompile.core.quantities import format_bytes, format_count
+from mmcompile.driver.counts import read_counts
 from mmcompile.driver.summary import (
     assign_layers,
     choose,
@@ -37,7 +38,7 @@ def write_report(folder: Path, manifest: Manifest, plans: Mapping[str, Plan]) ->
         undefined=StrictUndefined,
     )
     environment.filters |= {"bytes": format_bytes, "count": format_count}
-    summary = summarise(manifest, plans, read_passes(folder))
+    summary = summarise(manifest, plans, read_passes(folder), read_counts(folder))
     page = environment.get_template("report.html").render(
         **summary,
         figures=_list_figures(summary),
@@ -62,6 +63,9 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         (str(sum(len(t["kernels"]) for t in summary["targets"])), f"kernels for {len(summary['targets'])} targets"),
         (format_bytes(max(t["memory"]["weight"] for t in summary["targets"])), "weights"),
     ]
+    if summary["checkpoint"]:
+        total = summary["checkpoint"]["total"] + sum(summary["beside"].values())
+        figures.append((format_bytes(total), "checkpoint"))
     if cache:
         figures.append((format_bytes(cache["bytes_per_token"]), "KV cache per token"))
     return figures

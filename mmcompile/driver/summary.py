@@ -19,14 +19,22 @@ _PHASES = ("forward", "prefill", "decode", "score", "load")
 _LAYER_ROLES = ("weight", "derived", "state")
 
 
-def summarise(manifest: Manifest, plans: Mapping[str, Plan], passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarise(
+    manifest: Manifest,
+    plans: Mapping[str, Plan],
+    passes: Sequence[dict[str, Any]],
+    counts: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Everything worth knowing of an artifact.
 
     Args:
-        plans: by target. passes: the records of passes/NN-name.json, in order.
+        plans: by target. passes: the records of passes/NN-name.json, in order. counts: the record of counts.json.
 
-    Returns: keys kind, mmcompile, model, quantization, cache, weights, targets (a list), passes (a list).
+    Returns: keys kind, mmcompile, model, quantization, cache, weights, targets (a list), passes (a list; "launches" of
+    each is [before, after], None without counts), checkpoint (bytes by format) and beside (bytes by part).
     """
+    counts = counts or {}
+    launches = counts["passes"] if counts else [None] * len(passes)
     return {
         "kind": manifest.kind,
         "mmcompile": manifest.mmcompile,
@@ -35,7 +43,9 @@ def summarise(manifest: Manifest, plans: Mapping[str, Plan], passes: Sequence[di
         "cache": manifest.cache.model_dump() if manifest.cache else None,
         "weights": manifest.weights,
         "targets": [summarise_target(name, manifest, plans[name]) for name in sorted(manifest.targets)],
-        "passes": list(passes),
+        "passes": [record | {"launches": pair} for record, pair in zip(passes, launches, strict=True)],
+        "checkpoint": counts.get("checkpoint", {}),
+        "beside": counts.get("beside", {}),
     }
 
 
@@ -152,22 +162,39 @@ def assign_layers(plan: Plan, phase: Phase) -> list[int | None]:
 
     A launch that reads none of them (attention's output, a residual sum) belongs to the layer around it.
     """
-    found = [_read_layer(plan, launch) for launch in phase.launches]
+    return fill_layers([_read_layer(plan, launch) for launch in phase.launches])
+
+
+def fill_layers(found: Sequence[int | str | None]) -> list[int | None]:
+    """Give each "unknown" the layer around it: the one before and after it, None where these differ."""
     layers: list[int | None] = []
-    for index, layer in enumerate(found):
+    following = _list_following(found)
+    for layer, after in zip(found, following, strict=True):
         if layer == "unknown":
             before = layers[-1] if layers else None
-            after = next((x for x in found[index:] if x != "unknown"), None)
             layer = before if before == after else None
         layers.append(layer if isinstance(layer, int) else None)
     return layers
 
 
+def _list_following(found: Sequence[int | str | None]) -> list[int | str | None]:
+    """For every place the first entry from there on that is known, None if there is none."""
+    following: list[int | str | None] = []
+    for layer in reversed(found):
+        following.append((following[-1] if following else None) if layer == "unknown" else layer)
+    return following[::-1]
+
+
 def _read_layer(plan: Plan, launch: Launch) -> int | str | None:
-    """The layer's number; None for a launch with weights outside every layer; "unknown" for one without weights."""
     views = [view for view in launch.inputs.values() if view is not None]
-    names = [v.buffer for v in views if plan.buffers[v.buffer].role in _LAYER_ROLES]
-    # RoPE tables and the like belong to no layer and are read by all.
+    return read_layer([v.buffer for v in views if plan.buffers[v.buffer].role in _LAYER_ROLES])
+
+
+def read_layer(names: Sequence[str]) -> int | str | None:
+    """The number in the names of weights and caches; None if they have none, "unknown" if there are no names.
+
+    RoPE tables and the like belong to no layer and are read by all.
+    """
     numbers = [match for name in names if (match := _LAYER_NUMBER.search(name))]
     if numbers:
         return int(numbers[-1][1])
