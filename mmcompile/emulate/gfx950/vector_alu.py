@@ -294,7 +294,7 @@ def build_mad_64(i: Instruction, run: Callable[..., Any]) -> Decoded | None:
         return None
     target, carry, *given = (parse_operand(text) for text in i.operands)
     sources = [make_source(operand, kind) for operand, kind in zip(given, "uuq", strict=True)]
-    index, lanes = target.index, carry.index
+    index, lanes, low_addend = target.index, carry.index, read_unknown(given[2])
 
     def step(w: Waves) -> None:
         values, overflow = run(*[source.read(w) for source in sources])
@@ -303,8 +303,10 @@ def build_mad_64(i: Instruction, run: Callable[..., Any]) -> Decoded | None:
 
     def taint(w: Waves) -> Unknowns:
         mask = collapse([source.unknown(w) for source in sources])
+        # LLVM leaves the high dword of the addend undefined where it needs only the low one of the sum.
+        low = collapse([*(source.unknown(w) for source in sources[:2]), low_addend(w)])
         undefined = np.broadcast_to(mask != 0, w.active.shape) & w.active
-        return [(index, mask), (index + 1, mask), *list_lane_unknowns(carry, undefined)]
+        return [(index, low), (index + 1, mask), *list_lane_unknowns(carry, undefined)]
 
     reads = [register for source in sources for register in source.registers]
     return Decoded(step, reads, [*target.list_registers(), *carry.list_registers()], taint)

@@ -144,6 +144,19 @@ def test_polling_is_asking_for_the_same(walks):
         assert "poll without any change" in expect_fault("deadlock", body).what
 
 
+@pytest.mark.parametrize(("address", "kind"), [("v20", ""), ("v21", "uninitialised")])
+def test_undefined_high_half_of_an_addend(address, kind):
+    """The low dword of a 64-bit sum does not depend on the high dword of what is added."""
+    body = f"""v_mov_b32_e32 v10, v1
+        v_mad_u64_u32 v[20:21], s[8:9], v1, 4, v[10:11]
+        global_load_dword v12, {address}, s[4:5]
+        s_waitcnt vmcnt(0)"""
+    if kind:
+        expect_fault(kind, body, inputs=(LANES * 0,))
+    else:
+        assert (run_snippet(body, [LANES * 0], ["v12"])[0] == 0).all()
+
+
 def test_load_into_local_memory():
     body = """s_mov_b32 m0, 256
         v_lshrrev_b32_e32 v2, 1, v250
