@@ -31,6 +31,7 @@ from mmcompile.targets._kernels.qkv_project import FORMATS, count_rows, element_
 from mmcompile.targets._kernels.rope import rotate_halves, to_cache
 
 _MAX_HEAD_DIM = 256
+_LARGEST_TILE = 2048  # tokens times columns: with twice as many an sm_90a program spills 720 bytes a thread
 PART_ROWS = 16
 
 
@@ -157,6 +158,19 @@ def has_norm(call: OpCall) -> bool:
     return is_present(call, "q_weight") or is_present(call, "k_weight")
 
 
+def count_columns(call: OpCall) -> int:
+    """Columns of a head a program: all of them where a norm needs them."""
+    return max(16, next_power_of_two(int(call.attributes["head_dim"]))) if has_norm(call) else PART_ROWS
+
+
+def refuse_tile(tokens: int, call: OpCall) -> str | None:
+    """The reason why one program cannot hold ``tokens`` tokens of a head, or None."""
+    columns = count_columns(call)
+    if tokens * columns > _LARGEST_TILE:
+        return f"{tokens} tokens by {columns} columns do not fit the registers"
+    return None
+
+
 def count_parts(call: OpCall, block_n: int) -> int:
     """Programs a head: one where a norm needs all of it."""
     return ceil_div(int(call.attributes["head_dim"]), block_n)
@@ -199,9 +213,10 @@ def refuse_projection(call: OpCall, spec: TargetSpec, arch: Architecture) -> str
     return reason or find_format(call).templates[0].refuse(take_projection(call), spec, arch)
 
 
-def _refuse(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+def _refuse(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
     return (
         refuse_heads(call)
+        or refuse_tile(tokens, call)
         or refuse_cache(call, "kv_cache")
         or refuse_norms(call, "q_weight", "k_weight")
         or refuse_projection(call, spec, arch)
@@ -280,9 +295,9 @@ def emit_qkv(
     )
 
 
-def head_blocks(tokens: int, block_n: int, call: OpCall, spec: TargetSpec) -> Blocks:
-    """Tile of a fused kernel for at most ``tokens`` tokens and ``block_n`` columns of a head a program."""
-    blocks = skinny_blocks(tokens, block_n, int(need(call, "x").shape[1]), element_size(call), spec)
+def head_blocks(tokens: int, call: OpCall, spec: TargetSpec) -> Blocks:
+    """Tile of a fused kernel for at most ``tokens`` tokens."""
+    blocks = skinny_blocks(tokens, count_columns(call), int(need(call, "x").shape[1]), element_size(call), spec)
     return find_format(call).fit_blocks(blocks)
 
 
@@ -292,9 +307,7 @@ def block_constants(blocks: Blocks) -> dict[str, int]:
 
 
 def _emit(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
-    head_dim = int(call.attributes["head_dim"])
-    block_n = max(16, next_power_of_two(head_dim)) if has_norm(call) else PART_ROWS
-    blocks = head_blocks(tokens, block_n, call, spec)
+    blocks = head_blocks(tokens, call, spec)
     arguments = qkv_arguments(call, ("q_weight", "k_weight"), ("positions", "cos_sin", "kv_cache", "slot_mapping"))
     parts = {"SPLIT": SPLIT, "PARTS": count_parts(call, blocks.n)}
     constants = qkv_constants(call) | parts | block_constants(blocks)
@@ -302,7 +315,7 @@ def _emit(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tu
 
 
 TEMPLATES: tuple[KernelTemplate, ...] = tuple(
-    KernelTemplate(f"{op}_skinny{m}", op, _refuse, partial(_emit, m), max_tokens=m)
+    KernelTemplate(f"{op}_skinny{m}", op, partial(_refuse, m), partial(_emit, m), max_tokens=m)
     for op in (f"qkv_norm_rope_insert{suffix}" for suffix in FORMATS)
     for m in SKINNY_TOKENS
 )

@@ -11,7 +11,7 @@ from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels import rope
-from mmcompile.targets._kernels.common import ceil_div, kernel_name, need, next_power_of_two, pointer, short_dtype
+from mmcompile.targets._kernels.common import ceil_div, kernel_name, need, pointer, short_dtype
 from mmcompile.targets._kernels.linear import SKINNY_TOKENS, SPLIT, project_skinny
 from mmcompile.targets._kernels.qkv import (
     block_constants,
@@ -25,6 +25,7 @@ from mmcompile.targets._kernels.qkv import (
     refuse_heads,
     refuse_norms,
     refuse_projection,
+    refuse_tile,
     round_projection,
     store_qkv,
     turn_pairs,
@@ -182,14 +183,13 @@ def _emit_insert(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[Ke
     ),)
 
 
-def _refuse(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
-    return (refuse_heads(call) or refuse_cache(call, "kv_cache") or _refuse_index(call)
+def _refuse(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+    return (refuse_heads(call) or refuse_tile(tokens, call) or refuse_cache(call, "kv_cache") or _refuse_index(call)
             or refuse_projection(call, spec, arch))
 
 
 def _emit(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
-    block_n = max(16, next_power_of_two(int(call.attributes["head_dim"])))
-    blocks = head_blocks(tokens, block_n, call, spec)
+    blocks = head_blocks(tokens, call, spec)
     constants = _index_constants(call) | qkv_constants(call) | {"SPLIT": SPLIT} | block_constants(blocks)
     return emit_qkv(call, tile_qkv_index, qkv_arguments(call, NORMS, PLACES), constants, blocks, spec, arch)
 
@@ -198,7 +198,7 @@ INSERT = KernelTemplate("qk_norm_rope_insert_index", "qk_norm_rope_insert_index"
 TEMPLATES: tuple[KernelTemplate, ...] = (
     INSERT,
     *(
-        KernelTemplate(f"{op}_skinny{m}", op, _refuse, partial(_emit, m), max_tokens=m)
+        KernelTemplate(f"{op}_skinny{m}", op, partial(_refuse, m), partial(_emit, m), max_tokens=m)
         for op in (f"qkv_norm_rope_insert_index{suffix}" for suffix in FORMATS)
         for m in SKINNY_TOKENS
     ),
