@@ -274,7 +274,7 @@ def _make_values(
 
     makers: dict[str, Callable[[], Tensor]] = {
         "ids": lambda: torch.randint(0, views["weight"].shape[0], shape, generator=generator),
-        "positions": lambda: torch.randint(0, views["cos_sin"].shape[0], shape, generator=generator),
+        "positions": lambda: torch.randint(0, _count_positions(launch, views), shape, generator=generator),
         "cos_sin": lambda: _make_rope_table(shape, generator),
         "q_weight": lambda: 1 + normal(0.2),
         "k_weight": lambda: 1 + normal(0.2),
@@ -292,6 +292,13 @@ def _make_values(
         return torch.randint(0, 8, shape, generator=generator)
     steps = {step[1] for step in launch.attributes.get("program", ())}
     return 0.5 + 1.5 * torch.rand(shape, generator=generator) if steps & _POSITIVE_STEPS else normal(1.0)
+
+
+def _count_positions(launch: Launch, views: Mapping[str, Tensor]) -> int:
+    """Positions that the RoPE table has, or the blocks of a selection."""
+    if "cos_sin" in views:
+        return views["cos_sin"].shape[0]
+    return views["scores"].shape[-1] * int(launch.attributes["block_size"])
 
 
 def _make_rope_table(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
