@@ -17,7 +17,7 @@ from mmcompile.capture.decoder import capture_decoder, capture_huggingface
 from mmcompile.capture.export import Captured, capture_module
 from mmcompile.capture.layers import find_equal_layers
 from mmcompile.core.graph import print_graph
-from mmcompile.models import llama
+from mmcompile.models import llama, minimax_m3
 
 DEPTH = 6
 
@@ -327,6 +327,23 @@ def test_models_door(monkeypatch, qk_norm: bool) -> None:
         lambda: capture_decoder(lambda: llama.build(config), dtype=torch.float32, max_positions=256, weights="random"),
     )
     assert note == "3 of 6 equal layers repeated, the others traced"
+
+
+def test_layers_of_minimax_m3_that_take_a_named_tuple(monkeypatch) -> None:
+    """Dense, then experts; the first layer of all gets no chosen blocks, so it is a call of its own."""
+    dense, experts = 4, 3
+    kinds = (0,) * dense + (1,) * experts
+    config = dataclasses.replace(
+        minimax_m3.MODELS["minimax-m3.1-flash-tiny"], num_layers=dense + experts, moe_layer_freq=kinds,
+        sparse_attention_freq=(1,) * (dense + experts),
+    )  # fmt: skip
+    note, _ = capture_both(
+        monkeypatch,
+        lambda: capture_decoder(
+            lambda: minimax_m3.build(config), dtype=torch.float32, max_positions=1024, weights="none"
+        ),
+    )
+    assert note == "2 of 7 equal layers repeated, the others traced"
 
 
 BASE = {
