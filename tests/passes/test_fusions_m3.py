@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from mmcompile.capture.decoder import capture_decoder
 from mmcompile.capture.export import capture_module
 from mmcompile.core.graph import full_arguments, infer_meta
 from mmcompile.core.passes import PassContext
@@ -135,6 +136,27 @@ def test_a_dense_layer_has_no_index_part():
     report = fuse(graph)
     assert sorted(rules(report)) == ["qk_norm_rope_insert", "qk_norm_rope_insert_index"]
     assert not report.result.near_misses
+
+
+def test_transformers_model_is_fused_alike():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MiniMaxM3VLTextConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=32, dense_intermediate_size=96, shared_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=1024,
+        num_local_experts=8, num_experts_per_tok=2, rotary_dim=8, index_n_heads=2, index_head_dim=16,
+        index_block_size=PAGE, index_topk_blocks=3, layer_types=["full_attention", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "dense"], bos_token_id=1, eos_token_id=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    graph = capture_decoder(
+        lambda: transformers.MiniMaxM3VLForCausalLM(config).eval(), dtype=torch.bfloat16, max_positions=1024,
+        batched=True,
+    ).graph_module  # fmt: skip
+    run_passes(graph, [p for p in list_passes("decoder") if p.phase in ("clean", "standardise")],
+               PassContext(cache_dtype="auto", page_size=PAGE, max_context=256))  # fmt: skip
+    run_passes(graph, [whole_graph("fuse", FUSION, "merge_linears")], PassContext())
+    assert sorted(rules(fuse(graph))) == ["qk_norm_rope_insert", "qk_norm_rope_insert_index"]
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "float8_e4m3fn"])
