@@ -35,7 +35,8 @@ lint: venv ## ruff, mypy and the layers
 test: lint ## Lint, then every test that needs no GPU and is not slow
 	$(TESTS) -m "not slow and not gpu"
 
-nightly: venv ## The slow tests too
+nightly: venv ## The slow tests too, and MLIR with torch-mlir and IREE, which are 180 MB
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[mlir,iree]'
 	$(TESTS) -m "not gpu"
 
 bench: venv ## Measure what needs no GPU; benchmarks/h200_*.py say how to run the others
