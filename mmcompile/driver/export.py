@@ -114,9 +114,7 @@ def _export_mlir(captured: Captured, out: Path, form: str, sizes: Mapping[str, i
 def _choose(passes: list[Pass], after: str) -> list[Pass]:
     """Passes up to and with ``after``, without those of the paged cache."""
     if after in PAGED:
-        raise UsageError(
-            f"{after} belongs to the paged cache of the runtime, which no file has", fix="choose another"
-        )
+        raise UsageError(f"{after} belongs to the paged cache of the runtime, which no file has", fix="choose another")
     if after == "capture":
         return []
     usable = [p for p in passes if p.name not in PAGED]

@@ -1,4 +1,4 @@
-"""A graph as a module of aten calls alone: ``mm::`` operations by their references, attention with its cache outside."""
+"""A graph as a module of aten calls: ``mm::`` operations by their references, caches as inputs and results."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ class _Symbols:
             if name not in limits:
                 raise unknown_name("size", name, limits)
             low, high = limits[name]
-            if not (low <= size <= high or (name == "past" and size == 0)):
+            low = 0 if name == "past" else 1 if low == 2 else low  # 2: what torch.export makes of a size from 1
+            if not low <= size <= high:
                 raise UsageError(f"the size {name} is from {low} to {high}, not {size}")
         self.values = dict(sizes)
         self.dims = {n: torch.export.Dim(n, min=r[0], max=r[1]) for n, r in limits.items() if n not in sizes}
