@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,13 +53,15 @@ def count_launches(graph_module: fx.GraphModule) -> Launches:
     numbered by; one that reads none of them to the layer around it.
     """
     groups, constant = find_regions(graph_module), depends_only_on_weights(graph_module)
+    sources = _list_sources(graph_module, constant)
     layers: list[int | str | None] = []
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or node in constant or _is_free(node):
             continue
         group = groups.get(node)
         if group is None or node is group.nodes[-1]:
-            layers.append(_find_layer(group.inputs() if group else node.all_input_nodes))
+            inputs = group.inputs() if group else node.all_input_nodes
+            layers.append(read_layer([name for i in inputs for name in sources.get(i, ())]))
     per_layer: Counter[int] = Counter(layer for layer in fill_layers(layers) if layer is not None)
     usual = Counter(per_layer.values()).most_common(1)
     return Launches(len(layers), usual[0][0] if usual else 0)
@@ -71,9 +73,15 @@ def _is_free(node: fx.Node) -> bool:
     return node.target is operator.getitem or numbers or is_view(node)
 
 
-def _find_layer(inputs: Sequence[fx.Node]) -> int | str | None:
-    """The layer's number; None for a call with weights outside every layer; "unknown" for one without weights."""
-    return read_layer([str(n.target) for n in inputs if n.op == "get_attr" or n.name.startswith("kv_cache")])
+def _list_sources(graph_module: fx.GraphModule, constant: set[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
+    """Names of the weights that a constant is made of, and of caches."""
+    sources: dict[fx.Node, tuple[str, ...]] = {}
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr" or node.name.startswith("kv_cache"):
+            sources[node] = (str(node.target),)
+        elif node in constant:
+            sources[node] = tuple(dict.fromkeys(n for i in node.all_input_nodes for n in sources.get(i, ())))
+    return sources
 
 
 def count_checkpoint(
