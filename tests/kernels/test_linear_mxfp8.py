@@ -4,12 +4,16 @@ import dataclasses
 import inspect
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from mmcompile.core.discover import list_names, load_module
 from mmcompile.core.formats import mxfp8
 from mmcompile.core.kernel import KernelSource, Parameter
+from mmcompile.emulate.launch import Launch
+from mmcompile.emulate.memory import DeviceMemory
+from mmcompile.emulate.run import run_kernel
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._intrinsics import mxfp8_packed
 from mmcompile.targets._intrinsics.mxfp8 import decode_mxfp8
@@ -24,6 +28,10 @@ TARGETS = [load_module("targets", name).TARGET for name in list_names("targets")
 PLACES = [(t.spec, a) for t in TARGETS if t.spec.backend for a in t.spec.architectures]
 SPEC = load_module("targets", "sm90").TARGET.spec
 ARCH = SPEC.architectures[0]
+COMPILED = [
+    pytest.param(t, a, id=a.name, marks=[pytest.mark.slow] if i else [])
+    for t in TARGETS if t.spec.backend for i, a in enumerate(t.spec.architectures)
+]
 FINITE = torch.tensor([c for c in range(256) if c & 127 != 127], dtype=torch.uint8)
 
 
@@ -85,6 +93,23 @@ def test_every_code_with_every_scale(interpreter, spec, arch, dtype):
     source = decode_source(dtype, intrinsics)
     out = interpreter.run(source, [values.view(torch.int32), scale, torch.empty(256, 256, dtype=dtype)], (16, 1, 1))[2]
     torch.testing.assert_close(out, mxfp8.decode(values, scale).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("target", "architecture"), COMPILED)
+def test_assembly_decodes_every_code_with_every_scale(target, architecture):
+    """In the emulator of the architecture: the packed, converting and scaling instructions themselves."""
+    values, scale = every_code_and_scale()
+    intrinsics, _ = mxfp8_intrinsics(architecture, "bfloat16")
+    compiled = target.compile(decode_source(torch.bfloat16, intrinsics), architecture)
+    memory, out = DeviceMemory(), np.zeros(256 * 256, np.uint16)
+    inputs = [memory.register(t.view(torch.uint8).numpy().reshape(-1), "input") for t in (values, scale)]
+    result = memory.register(out.view(np.uint8), "out", writable=True, known=False)
+    made = compiled.metadata
+    run_kernel(Launch(compiled.assembly, made["name"], (16, 1, 1), made["num_warps"] * made["warp_size"],
+                      made["shared"], [*inputs, result, 0, 0], memory))
+    got = torch.from_numpy(memory.contents(result).copy()).view(torch.bfloat16).view(256, 256)
+    want = mxfp8.decode(values, scale).to(torch.bfloat16)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_bfloat16_holds_every_product_of_the_scales_in_use():
@@ -163,12 +188,6 @@ def test_refusals_say_why(call_of, change, words):
     call = call_of("linear_mxfp8", tensors, {}, ROWS, [torch.zeros(2, 32)])
     for template in TEMPLATES:
         assert words in template.refuse(call, SPEC, ARCH)
-
-
-COMPILED = [
-    pytest.param(t, a, id=a.name, marks=[pytest.mark.slow] if i else [])
-    for t in TARGETS if t.spec.backend for i, a in enumerate(t.spec.architectures)
-]
 
 
 @pytest.mark.parametrize(("target", "architecture"), COMPILED)
