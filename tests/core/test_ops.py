@@ -79,7 +79,7 @@ def arguments_of(name):
             starts, 0.25,
         ),
         "swiglu_oai": (noise(6, 64)[:, :32] * 8, noise(6, 64)[:, 32:], 1.702, 7.0),
-        "route_top_k": (noise(6, 5), noise(5, seed=1), 2, 2.0),
+        "route_top_k": (noise(6, 5), noise(5, seed=1), 2, 2.0, "softmax", True),
         "moe": (
             x, torch.tensor([[0, 2], [1, -1]] * 3), noise(6, 2), noise(3, 16, 32), noise(3, 32, 8), x, "swiglu_oai",
             1.702, 7.0,
