@@ -191,7 +191,7 @@ def test_an_indexer_with_one_choice_for_all_heads_is_refused(monkeypatch):
 
 class SeesAhead(SparseAttention):
     def _see(self, blocks, places):
-        return super()._see(blocks, replace(places, future=places.future & False))
+        return super()._see(blocks, places._replace(future=places.future & False))
 
 
 class SeesWorst(SparseAttention):
