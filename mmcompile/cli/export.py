@@ -20,6 +20,8 @@ mmcompile export smollm2-135m --format onnx --after standardise --dtype float32 
 mmcompile export smollm2-135m --quant nvfp4 --dtype float32 --nvfp4 function -o smollm2-nvfp4.onnx
 
 mmcompile export smollm2-135m --format linalg --size tokens=1 --dtype float32 -o decode.mlirbc
+
+mmcompile export smollm2-tiny --format mm --after linear_swiglu -o after.mlir   # diff with the pass before it
 """
 
 
@@ -33,7 +35,7 @@ def export(
         str, typer.Argument(help="A name, HF directory or config.json, .gguf, .onnx, or file.py:factory.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to create.")],
-    format: Annotated[str, typer.Option(help="onnx, or MLIR: torch, linalg, stablehlo, tosa.")] = "onnx",
+    format: Annotated[str, typer.Option(help="onnx; MLIR: torch, linalg, stablehlo, tosa; or mm, to read.")] = "onnx",
     after: Annotated[str, typer.Option(help="Pass or phase after which the graph is taken; or capture.")] = "layout",
     quant: Annotated[str, typer.Option(help="Quantization scheme: none or nvfp4.", metavar="SCHEME")] = "none",
     quant_option: Annotated[

@@ -19,7 +19,7 @@ from mmcompile.driver.rewrite import find_stored_scheme
 from mmcompile.passes.pipeline import list_passes
 
 MLIR_FORMATS = ("torch", "linalg", "stablehlo", "tosa")
-FORMATS = ("onnx", *MLIR_FORMATS)
+FORMATS = ("onnx", *MLIR_FORMATS, "mm")  # mm: MLIR for reading, with mm operations as they are
 NVFP4_FORMS = ("standard", "function")
 # These serve the paged cache of the runtime. A file has its cache as plain inputs and outputs instead.
 PAGED = ("insert_paged_cache", "insert_sparse_cache", "gather_last_token", "append_sampler")
@@ -34,9 +34,10 @@ def export(
     """Write the graph of ``model`` after a pass.
 
     Args:
-        format: "onnx", or a form of MLIR (see interchange.mlir_writer), as bytecode if ``out`` ends in ``.mlirbc``.
+        format: "onnx", or a form of MLIR (see interchange.mlir_writer), as bytecode if ``out`` ends in ``.mlirbc``,
+            or "mm" (see interchange.mlir_view).
         after: name of a pass, or of a phase (its last pass). The passes of the paged cache are left out.
-        nvfp4: "standard" or "function" (see interchange.onnx_writer). sizes: symbols that MLIR has as numbers.
+        nvfp4: "standard" or "function" (see interchange.onnx_writer). sizes: symbols to fix in MLIR.
         force: replace a file that is there.
 
     Returns: facts: path, format, after, nodes, functions, inputs, outputs, bytes. Raises the MMError of what failed,
@@ -45,8 +46,10 @@ def export(
     for kind, name, known in (("format", format, FORMATS), ("form of NVFP4 weights", nvfp4, NVFP4_FORMS)):
         if name not in known:
             raise unknown_name(kind, name, known)
-    if sizes and format == "onnx":
-        raise UsageError("sizes stay symbols in an ONNX file", fix="leave --size out, or choose a format of MLIR")
+    if sizes and format not in MLIR_FORMATS:
+        raise UsageError(
+            f"sizes stay symbols in the format {format}", fix="leave --size out, or choose a format of MLIR"
+        )
     if (Path(model) / "manifest.json").is_file():
         raise UsageError(
             "an artifact holds launches and packed weights, not a graph",
@@ -62,6 +65,8 @@ def export(
     captured, last = capture_until(model, options, after, progress)
     if format == "onnx":
         facts = _export_onnx(captured, out, Path(model).stem, nvfp4)
+    elif format == "mm":
+        facts = _export_view(captured, out)
     else:
         facts = _export_mlir(captured, out, format, sizes or {})
     return {"path": str(out), "format": format, "after": last, **facts, "bytes": out.stat().st_size}
@@ -109,6 +114,16 @@ def _export_mlir(captured: Captured, out: Path, form: str, sizes: Mapping[str, i
     made = make_mlir(captured.graph_module, form=form, sizes=sizes, limits=captured.symbols)
     _write(out, lambda stream: made.write(stream, bytecode=out.suffix == ".mlirbc"))
     return {"nodes": made.nodes, "functions": [], "inputs": list(made.inputs), "outputs": list(made.outputs)}
+
+
+def _export_view(captured: Captured, out: Path) -> dict[str, Any]:
+    from mmcompile.interchange.mlir_view import format_mlir
+
+    text = format_mlir(captured.graph_module).encode()
+    _write(out, lambda stream: stream.write(text))
+    nodes = [n for n in captured.graph_module.graph.nodes if n.op == "call_function"]
+    inputs = [i.name for i in captured.inputs]
+    return {"nodes": len(nodes), "functions": [], "inputs": inputs, "outputs": []}
 
 
 def _choose(passes: list[Pass], after: str) -> list[Pass]:

@@ -10,12 +10,14 @@ from torch import Tensor, fx, nn
 
 from mmcompile.core.errors import LoweringError
 from mmcompile.core.formats.nvfp4 import BLOCK, E2M1_VALUES
-from mmcompile.core.graph import operation_name
+from mmcompile.core.graph import get_parameter, operation_name
 from mmcompile.core.ops.attention import attend
 from mmcompile.core.ops.define import find_op
 from mmcompile.core.ops.linear import apply_epilogue
 
 _MM = torch.ops.mm
+_DECODING = (_MM.linear_nvfp4.default, _MM.nvfp4_dequantize.default)
+_E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
 
 
 class ReferenceModule(nn.Module):
@@ -30,10 +32,16 @@ class ReferenceModule(nn.Module):
         super().__init__()
         self.graph_module = graph_module
         self.inputs = len(graph_module.graph.find_nodes(op="placeholder"))
+        for node in graph_module.graph.find_nodes(op="get_attr"):
+            if node.users and all(n.target in _DECODING for n in node.users):
+                value = get_parameter(graph_module, str(node.target))
+                if value.dtype == torch.float8_e4m3fn:
+                    self.register_buffer(f"bytes_{node.name}", value.detach().view(torch.uint8))
         self.calls = nn.ModuleDict({n.name: _Call(n) for n in graph_module.graph.nodes if n.op == "call_function"})
 
     def forward(self, *given: Tensor) -> tuple[Any, ...]:
-        run = _Run(self.graph_module, self.calls, given[self.inputs :])
+        stored = dict(self.named_buffers(recurse=False))
+        run = _Run(self.graph_module, self.calls, stored, given[self.inputs :])
         results = run.run(*given[: self.inputs])
         results = results if isinstance(results, tuple | list) else (results,)
         return (*results, *run.present)
@@ -62,12 +70,16 @@ class _Call(nn.Module):
 class _Run(fx.Interpreter):
     """Runs the calls as submodules and keeps the caches."""
 
-    def __init__(self, graph_module: fx.GraphModule, calls: nn.ModuleDict, past: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, calls: nn.ModuleDict, stored: dict[str, Tensor], past: tuple[Tensor, ...]
+    ) -> None:
         super().__init__(graph_module)
-        self.calls, self.past = calls, past
+        self.calls, self.stored, self.past = calls, stored, past
         self.present: list[Tensor] = []
 
     def run_node(self, n: fx.Node) -> Any:
+        if f"bytes_{n.name}" in self.stored:
+            return self.stored[f"bytes_{n.name}"]
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -91,12 +103,19 @@ def _attention(
 
 
 def decode_nvfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """``core.formats.nvfp4.decode_blocks`` without reading bytes as another type, which MLIR has no operation for."""
+    """``core.formats.nvfp4.decode_blocks`` by tables alone: no bytes are read as another type.
+
+    packed: uint8 [n, k/2]. scale: [n, k/16], float8_e4m3fn, or its bytes as uint8 where it is a weight, because IREE
+    takes no float8 constants. Returns: fp32 [n, k].
+    """
     rows, half = packed.shape
     wide = packed.to(torch.int64)
     codes = torch.stack([wide & 15, wide >> 4], dim=-1).reshape(-1)
     table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
     values = torch.index_select(table, 0, codes).reshape(rows, half * 2 // BLOCK, BLOCK)
+    if scale.dtype == torch.uint8:
+        flat = torch.index_select(torch.tensor(_E4M3_VALUES), 0, scale.to(torch.int64).reshape(-1))
+        scale = flat.reshape(rows, half * 2 // BLOCK)
     return (values * scale.float()[..., None]).reshape(rows, half * 2)
 
 

@@ -16,6 +16,7 @@ from torch_mlir.ir import MLIRError
 from torch_mlir.passmanager import PassManager
 
 from mmcompile.core.errors import LoweringError, UsageError, unknown_name
+from mmcompile.core.graph import operation_name
 from mmcompile.interchange.mlir_reference import ReferenceModule
 
 _TORCH = "func.func(torch-match-quantized-custom-ops),torchdynamo-export-to-torch-backend-pipeline{extra-library=}"
@@ -81,7 +82,8 @@ def make_mlir(
                 names.append(f"past_{kind}_{i}")
                 arguments.append(torch.zeros(symbols.example(shape, node), dtype=value.dtype))
                 dynamic.append(symbols.dimensions(shape))
-    program = _trace(ReferenceModule(graph_module), tuple(arguments), tuple(dynamic))
+    operations = {n.name: operation_name(n.target) for n in graph_module.graph.nodes}
+    program = _trace(ReferenceModule(graph_module), operations, tuple(arguments), tuple(dynamic))
     calls = sum(n.op == "call_function" for n in program.graph.nodes)
     module = torch_mlir.export_and_import(program, output_type="raw", decomposition_table={}, func_name="main")
     for pipeline in PIPELINES[form]:
@@ -138,7 +140,9 @@ def _name_results(graph_module: fx.GraphModule, decoder: bool) -> list[str]:
     return [base + (str(i) if i else "") for i in range(count)]
 
 
-def _trace(module: ReferenceModule, arguments: tuple[Tensor, ...], dynamic: tuple[Any, ...]) -> Any:
+def _trace(
+    module: ReferenceModule, operations: Mapping[str, str], arguments: tuple[Tensor, ...], dynamic: tuple[Any, ...]
+) -> Any:  # fmt: skip
     """Trace to core aten calls, each with the node that it came from as its place."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -155,6 +159,7 @@ def _trace(module: ReferenceModule, arguments: tuple[Tensor, ...], dynamic: tupl
     for node in program.graph.nodes:
         places = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path.startswith("calls.")]
         place = places[-1].removeprefix("calls.") if places else node.name
+        place = f"{place}, {operations.get(place, operation_name(node.target))}"
         node.meta["stack_trace"] = f'File "{place}", line 1, in node'  # the only form that the importer reads
     return program
 
