@@ -18,6 +18,7 @@ sys.modules[_sys_name] = node_cases
 _spec.loader.exec_module(node_cases)
 
 
+@pytest.mark.slow  # listing the cases makes the inputs of all of them
 def test_a_sample(tmp_path: Path):
     table = node_cases.sweep(tmp_path, step=157)
     table.print()
