@@ -125,6 +125,7 @@ def test_opens_on_our_model_with_the_dequantized_weights(directory: Path) -> Non
     assert len(captured.nvfp4) == 4 and "model.layers.0.self_attn.index_k_proj" in captured.mxfp8
 
 
+@pytest.mark.slow
 def test_opens_on_the_text_class_of_transformers(directory: Path) -> None:
     pytest.importorskip("transformers")
     captured = capture_huggingface(directory, dtype=torch.float32)
@@ -188,6 +189,7 @@ def test_the_router_stays_fp32_in_a_bf16_model(directory: Path) -> None:
     assert {t.dtype for n, t in weights.items() if ".gate." not in n and "e_score" not in n} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_transformers_router_runs_in_the_dtype_of_the_model_with_an_fp32_bias(directory: Path) -> None:
     pytest.importorskip("transformers")
     captured = capture_huggingface(directory, dtype=torch.bfloat16)

@@ -336,6 +336,7 @@ def test_models_door(monkeypatch, qk_norm: bool) -> None:
     assert note == "3 of 6 equal layers repeated, the others traced"
 
 
+@pytest.mark.slow
 def test_layers_of_minimax_m3_that_take_a_named_tuple(monkeypatch) -> None:
     """Dense, then experts; the first layer of all gets no chosen blocks, so it is a call of its own."""
     dense, experts = 4, 3
@@ -372,7 +373,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[pytest.mark.slow] if f in ("qwen3_moe", "gemma3_text") else []) for f in FAMILIES]
+    "family", [pytest.param(f, marks=[pytest.mark.slow] if f != "llama" else []) for f in FAMILIES]
 )
 def test_huggingface_door(monkeypatch, tmp_path: Path, family: str) -> None:
     pytest.importorskip("transformers")

@@ -66,6 +66,7 @@ def test_the_page_is_in_the_manifest_and_repeatable(artifact, page, tmp_path):
     (tmp_path / "passes").mkdir()
     for file in (artifact / "passes").iterdir():
         (tmp_path / "passes" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "counts.json").write_bytes((artifact / "counts.json").read_bytes())
     plans = {"cpu": Plan.model_validate_json((artifact / "plan.cpu.json").read_text())}
     write_report(tmp_path, manifest, plans)
     assert (tmp_path / "report.html").read_text() == page

@@ -36,6 +36,22 @@ def quantized_experts(experts, rows, columns):
     return MM.nvfp4_quantize_experts(noise(experts, rows, columns, seed=5))
 
 
+def arguments_of_quantized(x, w):
+    """Arguments of the operations on quantized weights and activations, by name."""
+    return {
+        "linear_nvfp4": (x, *quantized(), noise(12), noise(6, 12), "none"),
+        "linear_w4a4": (*nvfp4.encode_rows(x), *quantized(), torch.float32, noise(12), noise(6, 12), "none"),
+        "linear_mxfp8": (x, *mxfp8.encode(w), noise(12), noise(6, 12), "none"),
+        "mxfp8_quantize": (w, "ocp"),
+        "mxfp8_dequantize": (*mxfp8.encode(w), torch.bfloat16),
+        "nvfp4_quantize": (w, "search"),
+        "nvfp4_quantize_activations": (x,),
+        "nvfp4_dequantize": (*quantized(), torch.bfloat16),
+        "nvfp4_quantize_experts": (noise(3, 4, 32), "max6"),
+        "nvfp4_dequantize_experts": (*quantized_experts(3, 4, 32), torch.bfloat16),
+    }
+
+
 def arguments_of(name):
     """Arguments of one call of every operation, for the checks that all of them must pass."""
     x, w, eps = noise(6, 32), noise(12, 32, seed=1), 1e-5
@@ -51,14 +67,7 @@ def arguments_of(name):
     return {
         "embedding": (torch.tensor([3, 1]), w),
         "linear": (x, w, noise(12), noise(6, 6), "swiglu"),
-        "linear_nvfp4": (x, *quantized(), noise(12), noise(6, 12), "none"),
-        "linear_w4a4": (*nvfp4.encode_rows(x), *quantized(), torch.float32, noise(12), noise(6, 12), "none"),
-        "linear_mxfp8": (x, *mxfp8.encode(w), noise(12), noise(6, 12), "none"),
-        "mxfp8_quantize": (w, "ocp"),
-        "mxfp8_dequantize": (*mxfp8.encode(w), torch.bfloat16),
-        "nvfp4_quantize": (w, "search"),
-        "nvfp4_quantize_activations": (x,),
-        "nvfp4_dequantize": (*quantized(), torch.bfloat16),
+        **arguments_of_quantized(x, w),
         "rms_norm": (x, noise(32), eps, 1.0, False),
         "add_rms_norm": (x, noise(6, 32, seed=4), noise(32), eps, 0.0, True),
         "swiglu": (noise(6, 64)[:, :32], noise(6, 64)[:, 32:]),
@@ -88,8 +97,6 @@ def arguments_of(name):
             x, torch.tensor([[0, 2], [1, -1]] * 3), noise(6, 2), *quantized_experts(3, 32, 32),
             *quantized_experts(3, 32, 16), x, "swiglu_oai", 1.702, 7.0,
         ),
-        "nvfp4_quantize_experts": (noise(3, 4, 32), "max6"),
-        "nvfp4_dequantize_experts": (*quantized_experts(3, 4, 32), torch.bfloat16),
         "qk_norm_rope_insert": (noise(6, 128), *heads),
         "qkv_norm_rope_insert": (x, wide, noise(128), *heads, None),
         "qkv_norm_rope_insert_nvfp4": (x, *quantized(128), None, *heads, None),

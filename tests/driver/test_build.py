@@ -200,7 +200,7 @@ def test_a_page_size_that_no_kernel_takes_is_refused(page_size: int) -> None:
         BuildOptions(page_size=page_size)
 
 
-@pytest.mark.parametrize("factory", ["gated", "projected"])
+@pytest.mark.parametrize("factory", ["gated", pytest.param("projected", marks=pytest.mark.slow)])
 def test_the_module_door_builds_for_a_gpu_and_verifies(modules: Path, tmp_path: Path, factory: str) -> None:
     options = BuildOptions(targets=("sm90",), dtype="float32", strict=True, workers=1)
     out = build(f"{modules}:{factory}", tmp_path / "out", options)

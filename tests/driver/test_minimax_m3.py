@@ -54,6 +54,7 @@ def continue_greedily(model: torch.nn.Module, ids: list[int], tokens: int) -> li
     return text[len(ids) :]
 
 
+@pytest.mark.slow
 def test_greedy_text_equals_the_plain_models(built: dict[str, Path]) -> None:
     engine = mmcompile.load(built["none"], device="cpu")
     generator = torch.Generator().manual_seed(1)
@@ -66,6 +67,7 @@ def test_greedy_text_equals_the_plain_models(built: dict[str, Path]) -> None:
         assert list(result.tokens) == continue_greedily(model, prompt, TOKENS)
 
 
+@pytest.mark.slow
 def test_greedy_text_of_the_quantized_model_is_that_of_its_decoded_weights(built: dict[str, Path]) -> None:
     from mmcompile.core.formats import mxfp8
     from mmcompile.core.ops.moe_nvfp4 import nvfp4_dequantize_experts

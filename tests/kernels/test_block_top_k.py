@@ -95,6 +95,7 @@ def test_a_million_tokens(runner, template, monkeypatch):
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.slow
 def test_any_scores(runner, data):
     limits = {"tokens": 17, "heads": 4, "blocks": 40}
     tokens, heads, blocks = (data.draw(st.integers(1, limit), name) for name, limit in limits.items())

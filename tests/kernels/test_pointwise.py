@@ -20,7 +20,8 @@ SPEC, ARCH = sm90.TARGET.spec, sm90.TARGET.spec.architectures[0]
 POINTWISE, REDUCTION = pointwise.TEMPLATES
 Shape = tuple[int | str, ...]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-ULP = {BF16: 2**-8, F16: 2**-11, F32: 2e-6}
+# A result in the last place of fp32 may round the other way: one place of the narrow type, at most 2^-7 of the value.
+ULP = {BF16: 2**-7, F16: 2**-10, F32: 2e-6}
 
 
 def name_of(dtype: torch.dtype) -> str:

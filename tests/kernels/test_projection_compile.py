@@ -27,6 +27,9 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def _weight(op: str, rows: int, k: int) -> dict[str, torch.Tensor]:
+    if op.endswith("mxfp8"):
+        scale = _empty(rows, k // 32, dtype=torch.uint8)
+        return {"values": _empty(rows, k, dtype=torch.float8_e4m3fn), "scale": scale}
     if not op.endswith("nvfp4"):
         return {"weight": _empty(rows, k)}
     return {

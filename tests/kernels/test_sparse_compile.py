@@ -77,6 +77,7 @@ def m3_call(template: KernelTemplate, cache: str) -> OpCall:
 
 @pytest.mark.parametrize(("target", "architecture"), PLACES)
 @pytest.mark.parametrize(("template", "cache"), KERNELS)
+@pytest.mark.slow
 def test_m3_kernels_compile(template: KernelTemplate, cache: str, target: Target, architecture: Architecture):
     call = m3_call(template, cache)
     assert template.refuse(call, target.spec, architecture) is None

@@ -153,6 +153,7 @@ def list_operations(graph: torch.fx.GraphModule) -> Counter:
     ("attention", "dtype"),
     [("sdpa", torch.float32), pytest.param("eager", torch.bfloat16, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_transformers_model_becomes_the_same_operations(attention, dtype):
     module = make_transformers(attention)
     assert stand_in(module) == ["model.layers.1.self_attn.indexer"]

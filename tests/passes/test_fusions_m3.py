@@ -138,6 +138,7 @@ def test_a_dense_layer_has_no_index_part():
     assert not report.result.near_misses
 
 
+@pytest.mark.slow
 def test_transformers_model_is_fused_alike():
     transformers = pytest.importorskip("transformers")
     config = transformers.MiniMaxM3VLTextConfig(
