@@ -275,6 +275,7 @@ def _make_values(
     makers: dict[str, Callable[[], Tensor]] = {
         "ids": lambda: torch.randint(0, views["weight"].shape[0], shape, generator=generator),
         "positions": lambda: torch.randint(0, _count_positions(launch, views), shape, generator=generator),
+        "blocks": lambda: _make_selection(shape, views["block_table"].shape[1], generator),
         "cos_sin": lambda: _make_rope_table(shape, generator),
         "q_weight": lambda: 1 + normal(0.2),
         "k_weight": lambda: 1 + normal(0.2),
@@ -292,6 +293,15 @@ def _make_values(
         return torch.randint(0, 8, shape, generator=generator)
     steps = {step[1] for step in launch.attributes.get("program", ())}
     return 0.5 + 1.5 * torch.rand(shape, generator=generator) if steps & _POSITIVE_STEPS else normal(1.0)
+
+
+def _make_selection(shape: tuple[int, ...], blocks: int, generator: torch.Generator) -> Tensor:
+    """Block ids [tokens, selections, n] as ``block_top_k`` gives them: different ones ascending, then -1."""
+    n = shape[-1]
+    chosen = torch.rand(*shape[:-1], max(blocks, n), generator=generator).argsort(-1)[..., :n]
+    unused = (chosen >= blocks) | (torch.rand(shape, generator=generator) < 0.2)
+    ids = torch.where(unused, blocks, chosen).sort(-1).values
+    return torch.where(ids == blocks, -1, ids)
 
 
 def _count_positions(launch: Launch, views: Mapping[str, Tensor]) -> int:
