@@ -86,7 +86,11 @@ def check_text(engine: Engine, model: nn.Module) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("family", "shard_size"), [("llama", "10KB"), ("qwen3", "5GB"), ("mistral", "5GB")])
+@pytest.mark.parametrize(("family", "shard_size"), [
+    ("llama", "10KB"),
+    pytest.param("qwen3", "5GB", marks=pytest.mark.slow),
+    pytest.param("mistral", "5GB", marks=pytest.mark.slow),
+])
 def test_greedy_text_equals_transformers(tmp_path: Path, family: str, shard_size: str) -> None:
     model = make_model(family)
     model.save_pretrained(tmp_path / "model", max_shard_size=shard_size)

@@ -128,6 +128,7 @@ def test_a_layer_that_differs_is_another_kind(monkeypatch, change) -> None:
     check_numbers(captured, module)
 
 
+@pytest.mark.slow
 def test_alternating_kinds_are_repeated_each(monkeypatch) -> None:
     module = Net(depth=8)
     for i in (1, 3, 5, 7):
@@ -326,7 +327,7 @@ def test_failure_is_that_of_the_full_capture() -> None:
         capture_net(Net(Branching))
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_models_door(monkeypatch, qk_norm: bool) -> None:
     config = dataclasses.replace(llama.MODELS["smollm2-tiny"], num_layers=6, qk_norm=qk_norm)
     note, _ = capture_both(

@@ -76,7 +76,9 @@ def test_top_p_counts_mass_after_top_k():
     assert set(draw(logits, top_k=2, top_p=0.6).tolist()) == {0, 1}
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize(
+    "temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow), pytest.param(2.0, marks=pytest.mark.slow)]
+)
 def test_frequencies_follow_the_softmax(temperature):
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     counts = torch.bincount(draw(logits.expand(4000, -1), temperature=temperature).long(), minlength=4)

@@ -129,6 +129,7 @@ def test_counts_of_a_quantized_checkpoint(built: dict[str, Path]) -> None:
     assert stored["mxfp8"] * 32 % 33 == 0
 
 
+@pytest.mark.slow
 def test_page_size_follows_the_block_and_another_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoweringError, match="blocks of 16 needs pages of 16"):
         build(TINY, tmp_path / "out", BuildOptions(page_size=32, **SMALL))
@@ -140,7 +141,7 @@ def test_slices_that_do_not_exist_are_refused(name: str) -> None:
         open_door(name, BuildOptions(weights="none"))
 
 
-@pytest.mark.parametrize("scheme", ["none", "nvfp4_mxfp8"])
+@pytest.mark.parametrize("scheme", [pytest.param("none", marks=pytest.mark.slow), "nvfp4_mxfp8"])
 def test_a_slice_at_real_dimensions_builds_without_weights(scheme: str, tmp_path: Path) -> None:
     options = BuildOptions(weights="none", quantization=scheme)
     summary = summary_of(build("minimax-m3.1-flash-slice:2", tmp_path / "out", options))

@@ -103,6 +103,7 @@ def test_tiles_match_reference(runner, heads, kv_heads, d, page, count, selectio
 
 @pytest.mark.parametrize("template", [NARROW, TOKENS], ids=lambda t: t.name)
 @pytest.mark.parametrize("new", [3, 8])
+@pytest.mark.slow
 def test_several_new_tokens_a_sequence(runner, template, new):
     check(run(runner, template, make_case([new, 16 + new, 40, 17], [new] * 4)))
 
@@ -132,6 +133,7 @@ def test_pages_that_nobody_chose_are_not_read(runner, template):
 
 
 @pytest.mark.parametrize("template", [NARROW, TOKENS], ids=lambda t: t.name)
+@pytest.mark.slow
 def test_all_blocks_give_dense_attention(runner, template):
     tensors = make_case([61, 30], [2, 1], heads=4, kv_heads=2, dtype=F32, cache_dtype=F32)
     tensors["blocks"] = torch.tensor([3, 0, 2, 1], dtype=torch.int32).expand(3, 2, 4).contiguous()
@@ -148,6 +150,7 @@ def test_two_runs_give_the_same_bits(runner, template):
     assert torch.equal(first.view(torch.int16), second.view(torch.int16))
 
 
+@pytest.mark.slow
 def test_waves_of_sixty_four(runner):
     tensors = make_case([33, 0, 16], [1, 0, 1], heads=8, kv_heads=2)
     for template in (NARROW, TOKENS):
@@ -156,6 +159,7 @@ def test_waves_of_sixty_four(runner):
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.slow
 def test_any_batch(runner, data):
     batch = data.draw(st.integers(1, 4), "batch")
     new = data.draw(st.lists(st.integers(0, 9), min_size=batch, max_size=batch), "new")

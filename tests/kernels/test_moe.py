@@ -108,6 +108,7 @@ def test_matches_reference(runner, normal, name, tokens, k, n, experts, top_k, k
 
 @pytest.mark.parametrize("name", ["moe_nvfp4_slots", "moe_nvfp4_group16", "moe_slots", "moe_group64"])
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+@pytest.mark.slow
 def test_other_dtypes_without_residual(runner, normal, name, dtype):
     tensors = make_tensors(normal, 2, 16, 16, 4, 2, "any", dtype, "nvfp4" in name, residual=False)
     tensors["experts"] = tensors["experts"].long()
@@ -260,6 +261,7 @@ PLACES = [
 @pytest.mark.parametrize("name", [
     "moe_nvfp4_slots", *(pytest.param(n, marks=pytest.mark.slow) for n in BY_NAME if n != "moe_nvfp4_slots")
 ])
+@pytest.mark.slow
 def test_compiles_within_the_limits(name, target, architecture):
     template = BY_NAME[name]
     call = minimax_call(template.op)

@@ -258,6 +258,7 @@ def test_the_choice_at_m3_sizes():
 
 @pytest.mark.parametrize(("target", "architecture"), PLACES_TO_COMPILE)
 @pytest.mark.parametrize(("template", "cache"), KERNELS)
+@pytest.mark.slow
 def test_m3_kernels_compile(template: KernelTemplate, cache: str, target: Target, architecture: Architecture):
     call = m3_call(template, cache)
     assert template.refuse(call, target.spec, architecture) is None

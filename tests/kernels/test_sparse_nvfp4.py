@@ -84,6 +84,7 @@ def test_scores_are_of_the_exact_keys(runner, call_of, template, place):
 
 @pytest.mark.parametrize("tag", [nvfp4_cache.LINEAR, nvfp4_cache.TOKEN_QUAD])
 @pytest.mark.parametrize("template", [SPLIT, TOKENS], ids=lambda t: t.name)
+@pytest.mark.slow
 def test_attention_reads_both_layouts(runner, call_of, template, tag):
     layout, (keys, values) = fill_pages(2, 3)
     cache = torch.full((len(layout["pages"]), 4, PAGE, D // 2 + D // 16), GARBAGE, dtype=torch.uint8)

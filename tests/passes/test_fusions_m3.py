@@ -160,8 +160,8 @@ def test_transformers_model_is_fused_alike():
     assert sorted(rules(fuse(graph))) == ["qk_norm_rope_insert", "qk_norm_rope_insert_index"]
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "float8_e4m3fn"])
-@pytest.mark.parametrize("weights", ["none", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("cache_dtype", ["auto", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weights", ["none", pytest.param("nvfp4", marks=pytest.mark.slow), "mxfp8"])
 def test_decode_takes_the_projection_in(weights, cache_dtype):
     graph = prepare("shared", weights=weights, cache_dtype=cache_dtype)
     run_passes(graph, rule_folder("fuse", FUSION), PassContext())
@@ -182,7 +182,7 @@ def add_lora(graph):
     graph.recompile()
 
 
-@pytest.mark.parametrize("weights", ["none", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("weights", ["none", pytest.param("nvfp4", marks=pytest.mark.slow), "mxfp8"])
 def test_what_lora_adds_goes_before_the_norms(weights):
     graph = prepare("shared", weights=weights)
     add_lora(graph)
