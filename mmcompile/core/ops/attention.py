@@ -37,7 +37,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return (weights @ v.float().transpose(0, 1)).reshape(1, heads, v.shape[2]).to(q.dtype)
 
 
-def _fake_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
+def _fake_attention(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
 
 
@@ -55,7 +55,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) ->
     return attend(q, k, v, scale, window)
 
 
-def _fake_insert_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def _fake_insert_kv() -> None:
     return None
 
 
@@ -77,15 +77,7 @@ def insert_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> N
     kv_cache[slots // page_size, :, slots % page_size] = rows.to(kv_cache.dtype)
 
 
-def _fake_paged_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start: Tensor,
-    scale: float,
-    window: int = 0,
-) -> Tensor:
+def _fake_paged_attention(q: Tensor, kv_cache: Tensor) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], kv_cache.shape[3] // 2))
 
 

@@ -43,9 +43,9 @@ def define_op(
 ) -> Callable[[Function], Function]:
     """Register the decorated reference as ``mm::<function name>``.
 
-    The function must be pure but for the arguments in ``mutates``, and must return fresh tensors. ``fake`` takes the
-    same arguments and returns empty tensors of the right shape and dtype. Returns the reference unchanged, so that
-    calling it directly skips torch's dispatcher.
+    The function must be pure but for the arguments in ``mutates``, and must return fresh tensors. ``fake`` takes those
+    of its arguments, by name, that decide shapes and dtypes, and returns empty tensors of them. Returns the reference
+    unchanged, so that calling it directly skips torch's dispatcher.
     """
 
     def register(reference: Function) -> Function:
@@ -53,12 +53,27 @@ def define_op(
         if name in OPS:
             raise AssertionError(f"mm::{name} is defined twice")
         custom = torch.library.custom_op(f"mm::{name}", reference, mutates_args=mutates)
-        custom.register_fake(fake)
+        custom.register_fake(_pick_arguments(reference, fake))
         handle = getattr(torch.ops.mm, name).default
         OPS[name] = Op(name, reference, mutates, row_wise, handle)
         return reference
 
     return register
+
+
+def _pick_arguments(reference: Reference, fake: Reference) -> Reference:
+    """``fake`` as a function of all arguments of ``reference``."""
+    signature, names = inspect.signature(reference), list(inspect.signature(fake).parameters)
+    unknown = [name for name in names if name not in signature.parameters]
+    if unknown:
+        raise AssertionError(f"the fake of mm::{reference.__name__} takes {unknown[0]}, which the operation does not")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return fake(*(bound.arguments[name] for name in names))
+
+    return run
 
 
 def find_op(target: Any) -> Op | None:

@@ -40,9 +40,7 @@ def count_columns(rows: int, activation: str) -> int:
     return rows // 2 if activation == "swiglu" else rows
 
 
-def _fake_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
-) -> Tensor:
+def _fake_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], count_columns(weight.shape[0], activation)))
 
 
@@ -62,15 +60,7 @@ def linear(
     return apply_epilogue(y, None, residual, activation)
 
 
-def _fake_linear_nvfp4(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-) -> Tensor:
+def _fake_linear_nvfp4(x: Tensor, packed: Tensor, activation: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], count_columns(packed.shape[0], activation)))
 
 
@@ -100,16 +90,22 @@ def linear_nvfp4(
     return apply_epilogue(y, bias, residual, activation)
 
 
-def _fake_nvfp4_quantize(weight: Tensor, method: str = "max6") -> tuple[Tensor, Tensor, Tensor]:
-    n, k = weight.shape
+def empty_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty codes, block scales and a global scale a row for ``weight`` [..., k]."""
+    *rows, k = weight.shape
     return (
-        weight.new_empty((n, k // 2), dtype=torch.uint8),
-        weight.new_empty((n, k // 16), dtype=torch.float8_e4m3fn),
-        weight.new_empty((n,), dtype=torch.float32),
+        weight.new_empty((*rows, k // 2), dtype=torch.uint8),
+        weight.new_empty((*rows, k // nvfp4.BLOCK), dtype=torch.float8_e4m3fn),
+        weight.new_empty(rows, dtype=torch.float32),
     )
 
 
-@define_op(fake=_fake_nvfp4_quantize)
+def empty_decoded(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty tensor for the values of the codes ``packed`` [..., k/2]."""
+    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=dtype)
+
+
+@define_op(fake=empty_nvfp4)
 def nvfp4_quantize(weight: Tensor, method: str = "max6") -> tuple[Tensor, Tensor, Tensor]:
     """Quantize ``weight`` [n, k] to NVFP4: (packed uint8 [n, k/2], scale e4m3 [n, k/16], global_scale fp32 [n]).
 
@@ -120,11 +116,7 @@ def nvfp4_quantize(weight: Tensor, method: str = "max6") -> tuple[Tensor, Tensor
     return packed, scale, global_scale.reshape(1).expand(weight.shape[0]).contiguous()
 
 
-def _fake_nvfp4_dequantize(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty((packed.shape[0], packed.shape[1] * 2), dtype=dtype)
-
-
-@define_op(fake=_fake_nvfp4_dequantize)
+@define_op(fake=empty_decoded)
 def nvfp4_dequantize(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Inverse of nvfp4_quantize, in fp32 and rounded once to ``dtype``. Returns [n, k]."""
     return (nvfp4.decode_blocks(packed, scale) * global_scale[:, None]).to(dtype)

@@ -11,14 +11,7 @@ from mmcompile.core.ops.define import define_op
 from mmcompile.core.ops.linear import apply_epilogue, count_columns
 
 
-def _fake_linear_mxfp8(
-    x: Tensor,
-    values: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-) -> Tensor:
+def _fake_linear_mxfp8(x: Tensor, values: Tensor, activation: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], count_columns(values.shape[0], activation)))
 
 
@@ -44,7 +37,7 @@ def linear_mxfp8(
     return apply_epilogue(y, bias, residual, activation)
 
 
-def _fake_mxfp8_quantize(weight: Tensor, rule: str = "modelopt") -> tuple[Tensor, Tensor]:
+def _fake_mxfp8_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     n, k = weight.shape
     return (
         weight.new_empty((n, k), dtype=torch.float8_e4m3fn),
@@ -61,7 +54,7 @@ def mxfp8_quantize(weight: Tensor, rule: str = "modelopt") -> tuple[Tensor, Tens
     return mxfp8.encode(weight, rule=rule)
 
 
-def _fake_mxfp8_dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _fake_mxfp8_dequantize(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.new_empty(values.shape, dtype=dtype)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ ACTIVATIONS = ("swiglu", "swiglu_oai")
 SCORES = ("sigmoid", "softmax")
 
 
-def _fake_swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+def _fake_swiglu_oai(gate: Tensor) -> Tensor:
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
@@ -27,9 +29,7 @@ def swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     return (up + 1.0) * (gate * torch.sigmoid(gate * alpha))
 
 
-def _fake_route_top_k(
-    logits: Tensor, bias: Tensor | None, top_k: int, scale: float, scores: str = "sigmoid", normalize: bool = True
-) -> tuple[Tensor, Tensor]:
+def _fake_route_top_k(logits: Tensor, top_k: int, scores: str) -> tuple[Tensor, Tensor]:
     if scores not in SCORES:
         raise ValueError(f"scores must be one of {SCORES}, got {scores!r}")
     shape = (logits.shape[0], top_k)
@@ -66,25 +66,29 @@ def apply_gate(gate_up: Tensor, activation: str, alpha: float, limit: float) -> 
     return swiglu_oai(gate, up, alpha, limit) if activation == "swiglu_oai" else swiglu(gate, up)
 
 
-def _check_moe(gate_up: Tensor, down: Tensor, activation: str) -> None:
+def check_experts(gate_up: Tensor, down: Tensor, activation: str, packing: int = 1) -> None:
+    """Raise ValueError unless gate_up [experts, 2 n, k / packing] and down [experts, k, n / packing] fit together."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if gate_up.shape[0] != down.shape[0] or gate_up.shape[1] != 2 * down.shape[2]:
+    experts, rows, columns = gate_up.shape
+    if (experts, packing * columns, rows) != (down.shape[0], down.shape[1], 2 * packing * down.shape[2]):
         raise ValueError(f"gate_up {list(gate_up.shape)} and down {list(down.shape)} do not belong together")
 
 
-def _fake_moe(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    residual: Tensor | None = None,
-    activation: str = "swiglu",
-    alpha: float = 1.702,
-    limit: float = 7.0,
+def sum_experts(
+    run: Callable[[int, Tensor], Tensor], x: Tensor, experts: Tensor, weights: Tensor, residual: Tensor | None
 ) -> Tensor:
-    _check_moe(gate_up, down, activation)
+    """The weighted sum of ``moe``: ``run`` gives an expert's result [rows, k] for the rows of x that chose it."""
+    outputs = torch.zeros((*experts.shape, x.shape[1]), dtype=weights.dtype, device=x.device)
+    for expert in torch.unique(experts[experts >= 0]).tolist():
+        token, place = torch.where(experts == expert)
+        outputs[token, place] = run(expert, x[token]).float() * weights[token, place, None]
+    total = outputs.sum(1).to(x.dtype)
+    return total if residual is None else total + residual
+
+
+def _fake_moe(x: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+    check_experts(gate_up, down, activation)
     return x.new_empty((x.shape[0], down.shape[1]))
 
 
@@ -112,11 +116,9 @@ def moe(
     Every projection is rounded to x's dtype; the weighted sum over the places in their order is fp32, rounded once, and
     then the residual is added. Returns [tokens, k].
     """
-    _check_moe(gate_up, down, activation)
-    outputs = torch.zeros((*experts.shape, down.shape[1]), dtype=weights.dtype, device=x.device)
-    for expert in torch.unique(experts[experts >= 0]).tolist():
-        token, place = torch.where(experts == expert)
-        hidden = apply_gate(x[token] @ gate_up[expert].T, activation, alpha, limit)
-        outputs[token, place] = (hidden @ down[expert].T).float() * weights[token, place, None]
-    total = outputs.sum(1).to(x.dtype)
-    return total if residual is None else total + residual
+    check_experts(gate_up, down, activation)
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        return apply_gate(rows @ gate_up[expert].T, activation, alpha, limit) @ down[expert].T
+
+    return sum_experts(run, x, experts, weights, residual)

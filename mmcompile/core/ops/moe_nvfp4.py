@@ -7,36 +7,12 @@ from torch import Tensor
 
 from mmcompile.core.formats import nvfp4
 from mmcompile.core.ops.define import define_op
-from mmcompile.core.ops.linear import linear_nvfp4
-from mmcompile.core.ops.moe import ACTIVATIONS, apply_gate
+from mmcompile.core.ops.linear import empty_decoded, empty_nvfp4, linear_nvfp4
+from mmcompile.core.ops.moe import apply_gate, check_experts, sum_experts
 
 
-def _check(gate_up_packed: Tensor, down_packed: Tensor, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    experts, rows, half = gate_up_packed.shape
-    if (experts, 2 * half, rows) != (down_packed.shape[0], down_packed.shape[1], 4 * down_packed.shape[2]):
-        raise ValueError(
-            f"gate_up {list(gate_up_packed.shape)} and down {list(down_packed.shape)} do not belong together"
-        )
-
-
-def _fake_moe_nvfp4(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up_packed: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_global_scale: Tensor,
-    down_packed: Tensor,
-    down_scale: Tensor,
-    down_global_scale: Tensor,
-    residual: Tensor | None = None,
-    activation: str = "swiglu",
-    alpha: float = 1.702,
-    limit: float = 7.0,
-) -> Tensor:
-    _check(gate_up_packed, down_packed, activation)
+def _fake_moe_nvfp4(x: Tensor, gate_up_packed: Tensor, down_packed: Tensor, activation: str) -> Tensor:
+    check_experts(gate_up_packed, down_packed, activation, packing=2)
     return x.new_empty((x.shape[0], down_packed.shape[1]))
 
 
@@ -67,48 +43,33 @@ def moe_nvfp4(
 
     Every projection is that of ``linear_nvfp4``; the sum is that of ``moe``. Returns [tokens, k].
     """
-    _check(gate_up_packed, down_packed, activation)
-    outputs = torch.zeros((*experts.shape, down_packed.shape[1]), dtype=weights.dtype, device=x.device)
-    for expert in torch.unique(experts[experts >= 0]).tolist():
-        token, place = torch.where(experts == expert)
-        gate_up = linear_nvfp4(x[token], gate_up_packed[expert], gate_up_scale[expert], gate_up_global_scale[expert])
+    check_experts(gate_up_packed, down_packed, activation, packing=2)
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        gate_up = linear_nvfp4(rows, gate_up_packed[expert], gate_up_scale[expert], gate_up_global_scale[expert])
         hidden = apply_gate(gate_up, activation, alpha, limit)
-        projected = linear_nvfp4(hidden, down_packed[expert], down_scale[expert], down_global_scale[expert])
-        outputs[token, place] = projected.float() * weights[token, place, None]
-    total = outputs.sum(1).to(x.dtype)
-    return total if residual is None else total + residual
+        return linear_nvfp4(hidden, down_packed[expert], down_scale[expert], down_global_scale[expert])
+
+    return sum_experts(run, x, experts, weights, residual)
 
 
-def _fake_nvfp4_quantize_experts(weight: Tensor, method: str = "max6") -> tuple[Tensor, Tensor, Tensor]:
-    experts, n, k = weight.shape
-    return (
-        weight.new_empty((experts, n, k // 2), dtype=torch.uint8),
-        weight.new_empty((experts, n, k // nvfp4.BLOCK), dtype=torch.float8_e4m3fn),
-        weight.new_empty((experts, n), dtype=torch.float32),
-    )
-
-
-@define_op(fake=_fake_nvfp4_quantize_experts)
+@define_op(fake=empty_nvfp4)
 def nvfp4_quantize_experts(weight: Tensor, method: str = "max6") -> tuple[Tensor, Tensor, Tensor]:
     """Quantize the stacked weights [experts, n, k], every expert as ``nvfp4_quantize`` would.
 
     Returns: packed uint8 [experts, n, k/2], scale e4m3 [experts, n, k/16], global_scale fp32 [experts, n]: one value an
     expert, repeated for its rows, so that the gate and up rows of one expert share it as ModelOpt's export requires.
     """
-    packed, scale, global_scale = _fake_nvfp4_quantize_experts(weight, method)
+    packed, scale, global_scale = empty_nvfp4(weight)
     for expert, matrix in enumerate(weight):
         packed[expert], scale[expert], global_scale[expert] = nvfp4.encode(matrix, method=method)
     return packed, scale, global_scale
 
 
-def _fake_nvfp4_dequantize_experts(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty((*packed.shape[:2], packed.shape[2] * 2), dtype=dtype)
-
-
-@define_op(fake=_fake_nvfp4_dequantize_experts)
+@define_op(fake=empty_decoded)
 def nvfp4_dequantize_experts(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Inverse of nvfp4_quantize_experts, in fp32 and rounded once to ``dtype``. Returns [experts, n, k]."""
-    weight = _fake_nvfp4_dequantize_experts(packed, scale, global_scale, dtype)
+    weight = empty_decoded(packed, dtype)
     for expert in range(packed.shape[0]):
         weight[expert] = nvfp4.decode_blocks(packed[expert], scale[expert]) * global_scale[expert][:, None]
     return weight

@@ -9,9 +9,7 @@ from torch.nn import functional as F
 from mmcompile.core.ops.define import define_op
 
 
-def _fake_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
-) -> Tensor:
+def _fake_rms_norm(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -39,9 +37,7 @@ def rms_norm(
     return (normed * (weight.float() + weight_offset)).to(x.dtype)
 
 
-def _fake_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
-) -> tuple[Tensor, Tensor]:
+def _fake_add_rms_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
@@ -54,7 +50,7 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, weight_offset, round_before_scale), total
 
 
-def _fake_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def _fake_swiglu(gate: Tensor) -> Tensor:
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 

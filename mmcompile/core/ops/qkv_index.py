@@ -13,35 +13,16 @@ from mmcompile.core.ops.rope import qk_norm_rope_insert, rope
 from mmcompile.core.ops.sparse import insert_index
 
 
-def _make_results(x: Tensor, num_heads: int, num_index_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Empty q and index_q for the rows of ``x``."""
-    shape = (x.shape[0], num_heads, head_dim), (x.shape[0], num_index_heads, head_dim)
-    return x.new_empty(shape[0]), x.new_empty(shape[1])
+def _fake_from_projection(qkv: Tensor, num_heads: int, num_index_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    shape = (qkv.shape[0], num_heads, head_dim), (qkv.shape[0], num_index_heads, head_dim)
+    return qkv.new_empty(shape[0]), qkv.new_empty(shape[1])
 
 
-def _fake_qk_norm_rope_insert_index(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    index_q_weight: Tensor,
-    index_k_weight: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    kv_cache: Tensor,
-    index_cache: Tensor,
-    slot_mapping: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    num_index_heads: int,
-    head_dim: int,
-    eps: float,
-    weight_offset: float = 0.0,
-    round_before_scale: bool = True,
-) -> tuple[Tensor, Tensor]:
-    return _make_results(qkv, num_heads, num_index_heads, head_dim)
+def _fake_from_hidden(x: Tensor, num_heads: int, num_index_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    return _fake_from_projection(x, num_heads, num_index_heads, head_dim)
 
 
-@define_op(fake=_fake_qk_norm_rope_insert_index, mutates=("kv_cache", "index_cache"))
+@define_op(fake=_fake_from_projection, mutates=("kv_cache", "index_cache"))
 def qk_norm_rope_insert_index(
     qkv: Tensor,
     q_weight: Tensor,
@@ -87,32 +68,7 @@ def qk_norm_rope_insert_index(
     return q, rotated[:, :num_index_heads].contiguous()
 
 
-def _fake_qkv_norm_rope_insert_index(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    index_q_weight: Tensor,
-    index_k_weight: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    kv_cache: Tensor,
-    index_cache: Tensor,
-    slot_mapping: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    num_index_heads: int,
-    head_dim: int,
-    eps: float,
-    weight_offset: float = 0.0,
-    round_before_scale: bool = True,
-    delta: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _make_results(x, num_heads, num_index_heads, head_dim)
-
-
-@define_op(fake=_fake_qkv_norm_rope_insert_index, mutates=("kv_cache", "index_cache"))
+@define_op(fake=_fake_from_hidden, mutates=("kv_cache", "index_cache"))
 def qkv_norm_rope_insert_index(
     x: Tensor,
     weight: Tensor,
@@ -147,34 +103,7 @@ def qkv_norm_rope_insert_index(
     )  # fmt: skip
 
 
-def _fake_qkv_norm_rope_insert_index_nvfp4(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    index_q_weight: Tensor,
-    index_k_weight: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    kv_cache: Tensor,
-    index_cache: Tensor,
-    slot_mapping: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    num_index_heads: int,
-    head_dim: int,
-    eps: float,
-    weight_offset: float = 0.0,
-    round_before_scale: bool = True,
-    delta: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _make_results(x, num_heads, num_index_heads, head_dim)
-
-
-@define_op(fake=_fake_qkv_norm_rope_insert_index_nvfp4, mutates=("kv_cache", "index_cache"))
+@define_op(fake=_fake_from_hidden, mutates=("kv_cache", "index_cache"))
 def qkv_norm_rope_insert_index_nvfp4(
     x: Tensor,
     packed: Tensor,
@@ -207,33 +136,7 @@ def qkv_norm_rope_insert_index_nvfp4(
     )  # fmt: skip
 
 
-def _fake_qkv_norm_rope_insert_index_mxfp8(
-    x: Tensor,
-    values: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    index_q_weight: Tensor,
-    index_k_weight: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    kv_cache: Tensor,
-    index_cache: Tensor,
-    slot_mapping: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    num_index_heads: int,
-    head_dim: int,
-    eps: float,
-    weight_offset: float = 0.0,
-    round_before_scale: bool = True,
-    delta: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _make_results(x, num_heads, num_index_heads, head_dim)
-
-
-@define_op(fake=_fake_qkv_norm_rope_insert_index_mxfp8, mutates=("kv_cache", "index_cache"))
+@define_op(fake=_fake_from_hidden, mutates=("kv_cache", "index_cache"))
 def qkv_norm_rope_insert_index_mxfp8(
     x: Tensor,
     values: Tensor,

@@ -12,7 +12,7 @@ from mmcompile.core.ops.linear_mxfp8 import linear_mxfp8
 from mmcompile.core.ops.norm import rms_norm
 
 
-def _fake_rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+def _fake_rope(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -33,25 +33,15 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def _fake_qk_norm_rope_insert(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    positions: Tensor,
-    cos_sin: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    eps: float,
-    weight_offset: float = 0.0,
-    round_before_scale: bool = True,
-) -> Tensor:
+def _fake_from_projection(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
     return qkv.new_empty((qkv.shape[0], num_heads, head_dim))
 
 
-@define_op(fake=_fake_qk_norm_rope_insert, mutates=("kv_cache",))
+def _fake_from_hidden(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    return _fake_from_projection(x, num_heads, head_dim)
+
+
+@define_op(fake=_fake_from_projection, mutates=("kv_cache",))
 def qk_norm_rope_insert(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -88,28 +78,7 @@ def qk_norm_rope_insert(
     return rotated[:, :num_heads].contiguous()
 
 
-def _fake_qkv_norm_rope_insert(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    positions: Tensor,
-    cos_sin: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    eps: float,
-    weight_offset: float = 0.0,
-    round_before_scale: bool = True,
-    delta: Tensor | None = None,
-) -> Tensor:
-    return x.new_empty((x.shape[0], num_heads, head_dim))
-
-
-@define_op(fake=_fake_qkv_norm_rope_insert, mutates=("kv_cache",))
+@define_op(fake=_fake_from_hidden, mutates=("kv_cache",))
 def qkv_norm_rope_insert(
     x: Tensor,
     weight: Tensor,
@@ -150,30 +119,7 @@ def qkv_norm_rope_insert(
     )
 
 
-def _fake_qkv_norm_rope_insert_nvfp4(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    positions: Tensor,
-    cos_sin: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    eps: float,
-    weight_offset: float = 0.0,
-    round_before_scale: bool = True,
-    delta: Tensor | None = None,
-) -> Tensor:
-    return x.new_empty((x.shape[0], num_heads, head_dim))
-
-
-@define_op(fake=_fake_qkv_norm_rope_insert_nvfp4, mutates=("kv_cache",))
+@define_op(fake=_fake_from_hidden, mutates=("kv_cache",))
 def qkv_norm_rope_insert_nvfp4(
     x: Tensor,
     packed: Tensor,
@@ -212,29 +158,7 @@ def qkv_norm_rope_insert_nvfp4(
     )
 
 
-def _fake_qkv_norm_rope_insert_mxfp8(
-    x: Tensor,
-    values: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    positions: Tensor,
-    cos_sin: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    eps: float,
-    weight_offset: float = 0.0,
-    round_before_scale: bool = True,
-    delta: Tensor | None = None,
-) -> Tensor:
-    return x.new_empty((x.shape[0], num_heads, head_dim))
-
-
-@define_op(fake=_fake_qkv_norm_rope_insert_mxfp8, mutates=("kv_cache",))
+@define_op(fake=_fake_from_hidden, mutates=("kv_cache",))
 def qkv_norm_rope_insert_mxfp8(
     x: Tensor,
     values: Tensor,

@@ -38,9 +38,7 @@ def philox_uniform(seed: Tensor, counter: Tensor, lane: Tensor) -> Tensor:
     return ((c0 >> 9).float() + 0.5) * (1.0 / (1 << 23))
 
 
-def _fake_sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, positions: Tensor
-) -> Tensor:
+def _fake_sample(logits: Tensor) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 

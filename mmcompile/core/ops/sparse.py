@@ -52,7 +52,7 @@ def index_score(index_q: Tensor, index_k: Tensor, block_size: int) -> Tensor:
     return _score_blocks(index_q, index_k, block_size, blocks)
 
 
-def _fake_insert_index(index_k: Tensor, index_cache: Tensor, slot_mapping: Tensor) -> None:
+def _fake_insert_index() -> None:
     return None
 
 
@@ -81,9 +81,7 @@ def _list_sequences(
             yield starts[b], starts[b + 1], length, block_table[b].long()
 
 
-def _fake_paged_index_score(
-    index_q: Tensor, index_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start: Tensor
-) -> Tensor:
+def _fake_paged_index_score(index_q: Tensor, block_table: Tensor) -> Tensor:
     return index_q.new_empty((index_q.shape[0], index_q.shape[1], block_table.shape[1]), dtype=torch.float32)
 
 
@@ -116,9 +114,7 @@ def _check_top_k(top_k: int, local_blocks: int, initial_blocks: int) -> None:
         )
 
 
-def _fake_block_top_k(
-    scores: Tensor, positions: Tensor, block_size: int, top_k: int, local_blocks: int = 1, initial_blocks: int = 0
-) -> Tensor:
+def _fake_block_top_k(scores: Tensor, top_k: int, local_blocks: int, initial_blocks: int) -> Tensor:
     _check_top_k(top_k, local_blocks, initial_blocks)
     return scores.new_empty((scores.shape[0], scores.shape[1], top_k), dtype=torch.int32)
 
@@ -198,9 +194,7 @@ def _check_heads(heads: int, kv_heads: int, selections: int) -> None:
         )
 
 
-def _fake_block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, scale: float, block_size: int
-) -> Tensor:
+def _fake_block_sparse_attention(q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
     _check_heads(q.shape[1], k.shape[1], blocks.shape[1])
     return q.new_empty(q.shape)
 
@@ -229,15 +223,7 @@ def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, scal
     return _attend_selected(q, blocks, read, kv_heads, length, scale, block_size)
 
 
-def _fake_paged_block_sparse_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    blocks: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start: Tensor,
-    scale: float,
-) -> Tensor:
+def _fake_paged_block_sparse_attention(q: Tensor, kv_cache: Tensor, blocks: Tensor) -> Tensor:
     _check_heads(q.shape[1], kv_cache.shape[1], blocks.shape[1])
     return q.new_empty((q.shape[0], q.shape[1], kv_cache.shape[3] // 2))
 

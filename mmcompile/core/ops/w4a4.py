@@ -8,16 +8,11 @@ from torch.nn import functional as F
 
 from mmcompile.core.formats import nvfp4
 from mmcompile.core.ops.define import define_op
-from mmcompile.core.ops.linear import apply_epilogue, count_columns
+from mmcompile.core.ops.linear import apply_epilogue, count_columns, empty_nvfp4
 
 
 def _fake_quantize_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, k = x.shape
-    return (
-        x.new_empty((rows, k // 2), dtype=torch.uint8),
-        x.new_empty((rows, k // 16), dtype=torch.float8_e4m3fn),
-        x.new_empty((rows,), dtype=torch.float32),
-    )
+    return empty_nvfp4(x)
 
 
 @define_op(fake=_fake_quantize_activations)
@@ -30,18 +25,7 @@ def nvfp4_quantize_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return nvfp4.encode_rows(x)
 
 
-def _fake_linear_w4a4(
-    x_packed: Tensor,
-    x_scale: Tensor,
-    x_global_scale: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-) -> Tensor:
+def _fake_linear_w4a4(x_packed: Tensor, packed: Tensor, dtype: torch.dtype, activation: str) -> Tensor:
     return x_packed.new_empty((x_packed.shape[0], count_columns(packed.shape[0], activation)), dtype=dtype)
 
 
