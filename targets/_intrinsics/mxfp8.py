@@ -32,6 +32,17 @@ def decode_portable(words, scale, dtype: tl.constexpr):
 
 
 @triton.jit
+def spread_scale(words, scale):
+    """The scale of every word of ``words`` [n, w] as a pair of equal bf16 numbers, int32 [n, w]."""
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    exponent = scale.to(tl.int32)
+    # The code is bf16's exponent field, but for 0 (2^-127, a subnormal) and 255 (NaN).
+    factor = ((exponent << 7) | tl.where((exponent == 0) | (exponent == 255), 0x40, 0)) * 0x10001
+    return tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, WORDS // 8, 8)), (ROWS, WORDS))
+
+
+@triton.jit
 def decode_mxfp8(words, scale, dtype: tl.constexpr):
     """int32 [n, w] and uint8 [n, w/8] -> dtype [n, 4 w] = e4m3 * 2^(scale - 127), for any target."""
     return decode_portable(words, scale, dtype)

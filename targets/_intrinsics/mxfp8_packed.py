@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mmcompile.targets._intrinsics.mxfp8 import decode_portable
+from mmcompile.targets._intrinsics.mxfp8 import decode_portable, spread_scale
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -35,11 +35,7 @@ def decode_mxfp8(words, scale, dtype: tl.constexpr):
     WORDS: tl.constexpr = words.shape[1]
     if INTERPRET:
         return decode_portable(words, scale, dtype)
-    exponent = scale.to(tl.int32)
-    # The code is bf16's exponent field, but for 0 (2^-127, a subnormal) and 255 (NaN).
-    factor = ((exponent << 7) | tl.where((exponent == 0) | (exponent == 255), 0x40, 0)) * 0x10001
-    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, WORDS // 8, 8)), (ROWS, WORDS))
-    even, odd = decode_pairs(words, factor)
+    even, odd = decode_pairs(words, spread_scale(words, scale))
     pairs = tl.join(even, odd)
     low = (pairs & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
     high = (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True)
