@@ -232,9 +232,9 @@ def mma_ledger(dtype: str, blocks: Blocks, spec: TargetSpec, arch: Architecture)
     return {"HGMMA": True} if blocks.m >= 64 and "wgmma" in arch.features else {"HMMA.16816": True}
 
 
-def operand_parameters(call: OpCall, weights: tuple[str, ...]) -> list[Parameter]:
-    """x, the weight operands, the present epilogue operands, the result, and the symbols of the token count."""
-    names = ["x", *weights, *(name for name in ("bias", "residual") if is_present(call, name))]
+def operand_parameters(call: OpCall, factors: tuple[str, ...]) -> list[Parameter]:
+    """The operands of the product, the present epilogue operands, the result, and the symbols of the token count."""
+    names = [*factors, *(name for name in ("bias", "residual") if is_present(call, name))]
     return [
         *(pointer(name, need(call, name)) for name in names),
         pointer("result", call.results[0]),
@@ -257,11 +257,11 @@ def linear_constants(call: OpCall, weight_stride: int, scale_stride: int) -> dic
     }
 
 
-def tile_call(tile: str, call: OpCall, weights: tuple[str, ...], constants: dict[str, object]) -> str:
-    """The entry point's call of a linear tile; ``weights`` spells the weight, scale and global scale arguments."""
+def tile_call(tile: str, call: OpCall, x: str, weights: tuple[str, ...], constants: dict[str, object]) -> str:
+    """The entry point's call of a linear tile; ``x`` and ``weights`` (weight, scale, global scale) are spelled."""
     epilogue = [name if is_present(call, name) else "None" for name in ("bias", "residual")]
     rows = str(need(call, "x").shape[0])
-    arguments = ["tl.program_id(0)", "x", *weights, *epilogue, "result", rows, *constants]
+    arguments = ["tl.program_id(0)", x, *weights, *epilogue, "result", rows, *constants]
     return f"{tile}({', '.join(arguments)})"
 
 
@@ -280,8 +280,12 @@ def emit_linear(
     strides: tuple[int, int],
     intrinsics: dict[str, object],
     ledger: dict[str, bool],
+    inputs: tuple[str, ...] = ("x",),
 ) -> tuple[KernelSource, ...]:
-    """Emit one linear kernel with the given tile; ``intrinsics`` bring the weight format."""
+    """Emit one linear kernel with the given tile; ``intrinsics`` bring the weight format.
+
+    ``inputs``: the operands that the tile takes as x, a tuple if there are several; the operand "x" describes them.
+    """
     dtype, rows = need(call, "x").dtype, need(call, "x").shape[0]
     constants = linear_constants(call, *strides)
     rows_per_column = 2 if constants["SWIGLU"] else 1
@@ -293,7 +297,7 @@ def emit_linear(
     else:
         tile, kind, grid = tile_linear_gemm, f"gemm{blocks.m}", f"cdiv({rows}, {blocks.m}) * {tiles_n}"
         constants |= {**sizes, "TILES_N": tiles_n, "GROUP_M": 8}
-    spelled = (*weights, "None", "None")[:3]
+    x, spelled = inputs[0] if len(inputs) == 1 else f"({', '.join(inputs)})", (*weights, "None", "None")[:3]
     label = epilogue_label(call)
     n, k = need(call, weights[0]).shape[0], constants["K"]
     return (
@@ -302,8 +306,8 @@ def emit_linear(
             title=f"{call.op}: [{rows}, {k}] {dtype} by a weight [{n}, {k}], epilogue: {label or 'none'}.",
             tiles=[tile],
             constants=constants,
-            parameters=operand_parameters(call, weights),
-            body=tile_call(tile.__name__, call, spelled, constants),
+            parameters=operand_parameters(call, (*inputs, *weights)),
+            body=tile_call(tile.__name__, call, x, spelled, constants),
             grid=(grid, "1", "1"),
             intrinsics=intrinsics,
             num_warps=blocks.num_warps,

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall
+from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Operand
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._intrinsics import multiply_blocks_tcgen05
 from mmcompile.targets._intrinsics.multiply_blocks import multiply_blocks
 from mmcompile.targets._kernels.common import (
-    ceil_div,
-    is_present,
     kernel_name,
     need,
     next_power_of_two,
@@ -22,15 +21,8 @@ from mmcompile.targets._kernels.common import (
     refuse_rows,
     row_stride,
     short_dtype,
-    symbol_parameters,
 )
-from mmcompile.targets._kernels.linear import (
-    Blocks,
-    epilogue_label,
-    mma_ledger,
-    result_width,
-    tile_linear_gemm,
-)
+from mmcompile.targets._kernels.linear import Blocks, emit_linear, mma_ledger
 from mmcompile.targets._kernels.linear_nvfp4 import BLOCK, WEIGHTS, nvfp4_intrinsics
 
 ACTIVATIONS = ("x_packed", "x_scale", "x_global_scale")
@@ -129,43 +121,17 @@ def multiply_intrinsics(arch: Architecture) -> tuple[dict[str, Any], dict[str, b
 
 
 def _emit_gemm(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
-    rows, k = int(need(call, "packed").shape[0]), 2 * int(need(call, "packed").shape[1])
-    scaled = "tcgen05_block_scale" in arch.features
-    blocks = Blocks(128, 128 if rows > 2048 else 64, 128, 4, 3) if scaled else Blocks(64, 64, 64, 4, 2)
-    intrinsics, ledger = multiply_intrinsics(arch)
-    tokens, residual = need(call, "x_packed").shape[0], call.operands.get("residual")
-    swiglu = call.attributes.get("activation", "none") == "swiglu"
-    tiles_n = ceil_div(result_width(call) * (2 if swiglu else 1), blocks.n)
-    constants: dict[str, int | float | bool | str] = {
-        "N": result_width(call), "K": k, "X_STRIDE": k // 2, "WEIGHT_STRIDE": row_stride(need(call, "packed")),
-        "SCALE_STRIDE": row_stride(need(call, "scale")),
-        "RESIDUAL_STRIDE": 0 if residual is None else row_stride(residual),
-        "RESULT_STRIDE": row_stride(call.results[0]), "SWIGLU": swiglu, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n,
-        "BLOCK_K": blocks.k, "TILES_N": tiles_n, "GROUP_M": 8,
-    }  # fmt: skip
-    epilogue = [name if is_present(call, name) else "None" for name in ("bias", "residual")]
-    x = f"({', '.join(ACTIVATIONS)})"
-    arguments = ["tl.program_id(0)", x, *WEIGHTS, *epilogue, "result", str(tokens), *constants]
-    names = [*_ORDER, *(name for name in ("bias", "residual") if is_present(call, name))]
-    label, dtype = epilogue_label(call), call.results[0].dtype
-    return (
-        emit_kernel(
-            name=kernel_name(f"linear_w4a4_gemm{blocks.m}", short_dtype(dtype), f"{rows}x{k}", label),
-            title=f"linear_w4a4: [{tokens}, {k}] NVFP4 by an NVFP4 weight [{rows}, {k}], epilogue: {label or 'none'}.",
-            tiles=[tile_linear_gemm],
-            constants=constants,
-            parameters=[
-                *(pointer(name, need(call, name)) for name in names),
-                pointer("result", call.results[0]),
-                *symbol_parameters(tokens),
-            ],
-            body=f"tile_linear_gemm({', '.join(arguments)})",
-            grid=(f"cdiv({tokens}, {blocks.m}) * {tiles_n}", "1", "1"),
-            intrinsics={"project_tile": project_tile, **intrinsics},
-            num_warps=blocks.num_warps,
-            num_stages=blocks.num_stages if spec.backend == "cuda" else 2,
-            ledger=ledger if scaled else ledger | mma_ledger("bfloat16", blocks, spec, arch),
-        ),
+    packed = need(call, "packed")
+    tokens, k, dtype = need(call, "x_packed").shape[0], 2 * int(packed.shape[1]), call.results[0].dtype
+    scaled, intrinsics, ledger = "tcgen05_block_scale" in arch.features, *multiply_intrinsics(arch)
+    wide = 128 if int(packed.shape[0]) > 2048 else 64
+    blocks = Blocks(128, wide, 128, 4, 3) if scaled else Blocks(64, 64, 64, 4, 2)
+    values = Operand((tokens, k), (k // 2, 1), dtype)  # what the tile's x stands for; a row is k / 2 bytes
+    return emit_linear(
+        replace(call, operands={"x": values, **call.operands}), blocks, inputs=ACTIVATIONS, weights=WEIGHTS,
+        strides=(row_stride(packed), row_stride(need(call, "scale"))),
+        intrinsics={"project_tile": project_tile, **intrinsics},
+        ledger=ledger if scaled else ledger | mma_ledger("bfloat16", blocks, spec, arch),
     )
 
 
