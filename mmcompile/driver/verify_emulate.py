@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,7 @@ class Assembly:
     text: str
     binary: Binary
 
-    @property
+    @cached_property
     def program(self) -> str:
         """The text without what names the architecture or serves debugging: equal texts run alike."""
         return _HEADER.sub("", _DEBUG.sub("", self.text))
@@ -81,12 +82,17 @@ class Job:
 def list_jobs(artifact: Artifact, units: Sequence[tuple[str, str, Check]]) -> list[Job]:
     """The different jobs of ``units`` (target, key of the check, check): equal programs run once for all targets."""
     jobs: dict[str, Job] = {}
+    known: dict[str, Assembly] = {}
+
+    def read(binary: Binary) -> Assembly:
+        if binary.assembly not in known:
+            known[binary.assembly] = Assembly((artifact.root / binary.assembly).read_text(), binary)
+        return known[binary.assembly]
+
     for target, key, check in units:
         kernels = artifact.plan(target).kernels
         for architecture in kernels[next(iter(check.sources))].binaries:
-            binaries = {name: kernels[name].binaries[architecture] for name in check.sources}
-            texts = {name: (artifact.root / binary.assembly).read_text() for name, binary in binaries.items()}
-            assemblies = {name: Assembly(texts[name], binary) for name, binary in binaries.items()}
+            assemblies = {name: read(kernels[name].binaries[architecture]) for name in check.sources}
             programs = [(a.program, a.binary.shared, a.binary.num_warps) for a in assemblies.values()]
             identity = hashlib.sha256(repr([key, programs]).encode()).hexdigest()
             used = {name: check.buffers[name] for name in check.buffer_names}

@@ -117,7 +117,6 @@ class Function:
     """A function: parameters by name as (offset, size) in bytes, names of the return parameters, statements."""
 
     name: str
-    is_entry: bool
     parameters: dict[str, tuple[int, int]]
     parameter_bytes: int
     returns: list[str]
@@ -240,7 +239,7 @@ def _parse_functions(module: Module, text: str) -> str:
         parameters, total = _parse_parameters(match[4])
         returns = re.findall(r"[\w$]+(?=\s*\)?$)", (match[2] or "").strip())
         body, position = _scan_body(text, match.end(), text.count("\n", 0, match.end()) + 1)
-        module.functions[match[3]] = Function(match[3], match[1] == "entry", parameters, total, returns, body)
+        module.functions[match[3]] = Function(match[3], parameters, total, returns, body)
     return outside + text[position:]
 
 
