@@ -1,9 +1,11 @@
-"""Compare a compiled kernel with its target's limits. Triton itself does not check shared memory when it compiles."""
+"""Compare a compiled kernel with its target's limits and its own assumptions, neither of which Triton checks."""
 
 from __future__ import annotations
 
-from mmcompile.core.errors import LoweringError, unknown_name
-from mmcompile.core.kernel import CompiledKernel
+import re
+
+from mmcompile.core.errors import LoweringError, ToolchainError, unknown_name
+from mmcompile.core.kernel import CompiledKernel, KernelSource
 from mmcompile.core.spec import Architecture, TargetSpec
 
 MAX_THREADS_PER_BLOCK = 1024
@@ -59,3 +61,27 @@ def check_limits(compiled: CompiledKernel, spec: TargetSpec) -> list[str]:
     if facts["spills"]:
         return [f"{compiled.source.name} ({compiled.architecture}): spills {facts['spills']} bytes per thread"]
     return []
+
+
+def check_lanes(ttgir: str, source: KernelSource) -> None:
+    """Hold the layouts of all operands and results of inline assembly against what ``KernelSource.lanes`` promises.
+
+    ttgir: the module after Triton has chosen layouts. Raises ToolchainError naming the tensor and its layout.
+    """
+    threads, warps = 32 * source.num_warps, source.num_warps
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.(.*)$", ttgir, re.MULTILINE))
+    matrix = rf"\[1, 4\], threadsPerWarp = \[32, 1\], warpsPerCTA = \[{warps}, 1\]"
+    vector = rf"\[1\], threadsPerWarp = \[32\], warpsPerCTA = \[{warps}\]"
+    row = re.compile(r"#ttg\.slice<\{dim = 1, parent = (#\w+)\}>")
+    for line in re.findall(r"elementwise_inline_asm.*", ttgir):
+        for shape, layout in re.findall(rf"tensor<({threads}(?:x4)?)x[a-z!][^,]*, ([^()]*?)>(?=[,) ]|$)", line):
+            parent = row.fullmatch(layout)
+            chosen = layouts[parent[1] if parent else layout]
+            wanted = matrix.replace("4", r"\d+") if parent else vector if shape == str(threads) else matrix
+            if not re.match(r"blocked<\{sizePerThread = " + wanted, chosen):
+                raise ToolchainError(
+                    f"Triton gave a tensor [{shape}] of {source.name!r} the layout {layout} = {chosen}; its assembly "
+                    "needs one row a thread",
+                    where=source.name,
+                    fix="keep pointers 16-byte aligned and loads contiguous along the last dimension",
+                )

@@ -23,6 +23,7 @@ from mmcompile.core.kernel import CompiledKernel, KernelSource
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._assemble import assemble_ptx, capture_stderr, error_lines, ptxas_version
 from mmcompile.targets._cache import KernelCache, cache_key, default_cache_dir
+from mmcompile.targets._check import check_lanes
 from mmcompile.targets._compile_worker import receive, send
 from mmcompile.targets._disassemble import build_ledger
 
@@ -79,6 +80,8 @@ def compile_kernel(source: KernelSource, architecture: Architecture, spec: Targe
             fix="compile for sm90, sm100, sm107 or gfx950",
         )
     outputs, log = _run_triton(source, architecture, spec)
+    if source.lanes:
+        check_lanes(outputs.asm["ttgir"], source)
     if spec.backend == "hip":
         assembly, binary = outputs.asm["amdgcn"], outputs.asm["hsaco"]
         usage = _read_amd_usage(assembly)
@@ -137,6 +140,8 @@ def _run_triton(source: KernelSource, architecture: Architecture, spec: TargetSp
             "num_stages": source.num_stages,
             "enable_fp_fusion": ENABLE_FP_FUSION,
         }
+        if source.max_registers is not None:
+            options["maxnreg"] = source.max_registers
         with capture_stderr() as captured, contextlib.redirect_stdout(printed):
             try:
                 kernel = _import_kernel(source, Path(name))

@@ -56,6 +56,10 @@ class KernelSource:
         parameters: run-time arguments, in the order of ``kernel``'s parameters (everything else is baked in).
         grid: three expressions over the symbols, e.g. ("tokens", "9", "1"); cdiv, min and max may be used.
         ledger: mnemonic -> True if the disassembly must hold it, False if it must not (substring match).
+        lanes: True if its inline assembly counts on lanes: in tensors [32 * num_warps, 4] row r is thread r, with the
+            row's four elements in four registers, in tensors [32 * num_warps] element r is thread r. The compiler
+            holds the chosen layouts against this. Triton's interpreter cannot run such a kernel, an emulator can.
+        max_registers: registers a thread that the assembler may use (NVIDIA); None = its own choice.
     """
 
     name: str
@@ -65,11 +69,17 @@ class KernelSource:
     num_warps: int = 4
     num_stages: int = 2
     ledger: dict[str, bool] = field(default_factory=dict)
+    lanes: bool = False
+    max_registers: int | None = None
 
     @property
     def digest(self) -> str:
         """Content hash of everything that decides the binary, 16 hex digits."""
-        key = (self.text, [(p.name, p.type) for p in self.parameters], self.num_warps, self.num_stages)
+        key: tuple[object, ...] = (
+            self.text, [(p.name, p.type) for p in self.parameters], self.num_warps, self.num_stages
+        )  # fmt: skip
+        if self.max_registers is not None:
+            key += (self.max_registers,)
         return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 
