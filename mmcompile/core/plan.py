@@ -134,7 +134,11 @@ class Binary(Record):
 
 
 class Kernel(Record):
-    """An emitted kernel, shared by every launch that names it. ``parameters``: (name, Triton type) pairs."""
+    """An emitted kernel, shared by every launch that names it.
+
+    Attributes:
+        parameters: (name, Triton type) pairs. expectations: see ``KernelSource.ledger``. lanes: see ``KernelSource``.
+    """
 
     name: str
     source: str
@@ -143,6 +147,7 @@ class Kernel(Record):
     expectations: dict[str, bool]
     binaries: dict[str, Binary]
     proofs: tuple[str, ...] = ()
+    lanes: bool = False
 
 
 class Plan(Record):

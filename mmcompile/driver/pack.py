@@ -162,6 +162,7 @@ class Packer:
             expectations=source.ledger,
             binaries=binaries,
             proofs=("assembled", "ledger"),
+            lanes=source.lanes,
         )
 
     def finish(self) -> Manifest:

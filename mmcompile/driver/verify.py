@@ -100,6 +100,11 @@ class _Unit:
     proofs: tuple[str, ...] = ()
     reasons: list[str] = field(default_factory=list)
 
+    @property
+    def needs_lanes(self) -> bool:
+        """True if Triton's interpreter cannot run one of its kernels: only an emulator or a GPU proves it."""
+        return any(source.lanes for source in self.check.sources.values())
+
 
 def verify_artifact(
     path: str | Path,
@@ -123,6 +128,7 @@ def verify_artifact(
         methods: "interpreter" runs the emitted sources in Triton's interpreter, "emulator" the emitted assembly in
             mmcompile's emulators, ("hardware",) the binaries on this machine's GPU: by default those of the targets
             that it can run. Together with the emulator, which runs all cases, the interpreter runs one of each choice.
+            It runs no kernel with ``KernelSource.lanes``.
 
     Returns: verdicts in the order of targets, phases and launches. Raises ArtifactError for a damaged artifact and
     UsageError for an unknown target or a pattern that matches nothing.
@@ -150,7 +156,8 @@ def verify_artifact(
                 runners: list[Runner] = [stack.enter_context(DeviceRunner(artifact, plan, target))]
             else:
                 runners = [stack.enter_context(InterpreterRunner()) for _ in range(max(1, workers))]
-            outcomes = _run_units(_shorten(units) if "emulator" in methods else units, runners, progress)
+            runnable = units if "hardware" in methods else [u for u in units if not u.needs_lanes]
+            outcomes = _run_units(_shorten(runnable) if "emulator" in methods else runnable, runners, progress)
     proof = "hardware" if "hardware" in methods else "interpreter"
     return [_judge(unit, outcomes.get(unit.key), proof, emulations.get((unit.target, unit.key), {})) for unit in units]
 
@@ -232,7 +239,10 @@ def _read_source(artifact: Artifact, plan: Plan, name: str) -> KernelSource:
     parameters = tuple(Parameter(p, kind, "") for p, kind in kernel.parameters)
     warps = next((b.num_warps for b in kernel.binaries.values()), 4)
     text = (artifact.root / kernel.source).read_text()
-    return KernelSource(name, text, parameters, ("1", "1", "1"), warps, kernel.num_stages, dict(kernel.expectations))
+    expectations = dict(kernel.expectations)
+    return KernelSource(
+        name, text, parameters, ("1", "1", "1"), warps, kernel.num_stages, expectations, lanes=kernel.lanes
+    )  # fmt: skip
 
 
 def _check_kernel(artifact: Artifact, plan: Plan, target: Target, source: KernelSource) -> str:
@@ -321,6 +331,9 @@ def _judge(
     if not unit.check.cases:
         verdict = verdict if reasons else "skipped"
         reasons.append("no token count within the plan's limits reaches this choice")
+    elif run is None and not records and not reasons:
+        verdict = "skipped"
+        reasons.append("its inline assembly counts on lanes, which Triton's interpreter has not; use the emulator")
     outcomes = [*([run[0]] if run else []), *(emulation.outcome for emulation, _ in emulations.values())]
     return KernelVerdict(
         unit.target, _name(unit.check), unit.check.launch.op, unit.check.choice.template,

@@ -168,6 +168,15 @@ def test_a_ledger_that_is_not_the_assemblys_is_found(copy: Path) -> None:
     assert "recorded ledger" in verify_one(copy, kernel)[0].reason
 
 
+def test_a_kernel_for_lanes_is_left_to_the_emulator(copy: Path) -> None:
+    kernel = find_kernel(copy, "rms_norm_bf16_64")
+    edit_plan(copy, lambda plan: plan["kernels"][kernel].update({"lanes": True}))
+    verdict = verify_one(copy, kernel)[0]
+    assert verdict.verdict == "skipped" and "use the emulator" in verdict.reason and "interpreter" not in verdict.proofs
+    both = verify_artifact(copy, kernel_pattern=kernel, quick=True, workers=1)[0]
+    assert both.verdict == "ok" and both.proofs == ("assembled", "ledger", "emulator")
+
+
 def test_a_limit_that_is_exceeded_is_found(copy: Path) -> None:
     kernel = find_kernel(copy, "rms_norm_bf16_64")
 
