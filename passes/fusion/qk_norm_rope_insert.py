@@ -24,7 +24,7 @@ def pattern_index(
     qkv: Any, sizes: Any, q_shape: Any, k_shape: Any, v_shape: Any, index_q_shape: Any, index_k_shape: Any,
     q_weight: Any, k_weight: Any, index_q_weight: Any, index_k_weight: Any, positions: Any, cos_sin: Any,
     kv_cache: Any, index_cache: Any, slot_mapping: Any, block_table: Any, seq_lens: Any, query_start: Any, eps: Any,
-    weight_offset: Any, round_before_scale: Any,
+    weight_offset: Any, round_before_scale: Any, layout: Any, index_layout: Any,
 ) -> Any:  # fmt: skip
     parts = _SPLIT(qkv, sizes, -1)
     q = _RESHAPE(operator.getitem(parts, 0), q_shape)
@@ -36,11 +36,11 @@ def pattern_index(
     k = _MM.rms_norm.default(k, k_weight, eps, weight_offset, round_before_scale)
     index_q = _MM.rms_norm.default(index_q, index_q_weight, eps, weight_offset, round_before_scale)
     index_k = _MM.rms_norm.default(index_k, index_k_weight, eps, weight_offset, round_before_scale)
-    insert = _MM.insert_kv.default(_MM.rope.default(k, positions, cos_sin), v, kv_cache, slot_mapping)
+    insert = _MM.insert_kv.default(_MM.rope.default(k, positions, cos_sin), v, kv_cache, slot_mapping, layout)
     index_k = torch.ops.aten.select.int(_MM.rope.default(index_k, positions, cos_sin), 1, 0)
-    insert_index = _MM.insert_index.default(index_k, index_cache, slot_mapping)
+    insert_index = _MM.insert_index.default(index_k, index_cache, slot_mapping, index_layout)
     index_q = _MM.rope.default(index_q, positions, cos_sin)
-    score = _MM.paged_index_score.default(index_q, index_cache, block_table, seq_lens, query_start)
+    score = _MM.paged_index_score.default(index_q, index_cache, block_table, seq_lens, query_start, index_layout)
     return insert, _MM.rope.default(q, positions, cos_sin), insert_index, score
 
 
@@ -48,19 +48,21 @@ def replacement_index(
     qkv: Any, q_shape: Any, k_shape: Any, index_q_shape: Any, q_weight: Any, k_weight: Any, index_q_weight: Any,
     index_k_weight: Any, positions: Any, cos_sin: Any, kv_cache: Any, index_cache: Any, slot_mapping: Any,
     block_table: Any, seq_lens: Any, query_start: Any, eps: Any, weight_offset: Any, round_before_scale: Any,
+    layout: Any, index_layout: Any,
 ) -> Any:  # fmt: skip
     heads, kv_heads, index_heads, head_dim = q_shape[1], k_shape[1], index_q_shape[1], q_shape[2]
     both = _FUSED_INDEX(
         qkv, q_weight, k_weight, index_q_weight, index_k_weight, positions, cos_sin, kv_cache, index_cache,
-        slot_mapping, heads, kv_heads, index_heads, head_dim, eps, weight_offset, round_before_scale,
+        slot_mapping, heads, kv_heads, index_heads, head_dim, eps, weight_offset, round_before_scale, layout,
+        index_layout,
     )  # fmt: skip
-    score = _MM.paged_index_score.default(both[1], index_cache, block_table, seq_lens, query_start)
+    score = _MM.paged_index_score.default(both[1], index_cache, block_table, seq_lens, query_start, index_layout)
     return None, both[0], None, score
 
 
 def pattern_norm(
     qkv: Any, sizes: Any, q_shape: Any, k_shape: Any, v_shape: Any, q_weight: Any, k_weight: Any, positions: Any,
-    cos_sin: Any, kv_cache: Any, slot_mapping: Any, eps: Any, weight_offset: Any, round_before_scale: Any,
+    cos_sin: Any, kv_cache: Any, slot_mapping: Any, eps: Any, weight_offset: Any, round_before_scale: Any, layout: Any,
 ) -> Any:  # fmt: skip
     parts = _SPLIT(qkv, sizes, -1)
     q = _RESHAPE(operator.getitem(parts, 0), q_shape)
@@ -68,39 +70,40 @@ def pattern_norm(
     v = _RESHAPE(operator.getitem(parts, 2), v_shape)
     q = _MM.rms_norm.default(q, q_weight, eps, weight_offset, round_before_scale)
     k = _MM.rms_norm.default(k, k_weight, eps, weight_offset, round_before_scale)
-    insert = _MM.insert_kv.default(_MM.rope.default(k, positions, cos_sin), v, kv_cache, slot_mapping)
+    insert = _MM.insert_kv.default(_MM.rope.default(k, positions, cos_sin), v, kv_cache, slot_mapping, layout)
     return insert, _MM.rope.default(q, positions, cos_sin)
 
 
 def replacement_norm(
     qkv: Any, q_shape: Any, k_shape: Any, q_weight: Any, k_weight: Any, positions: Any, cos_sin: Any, kv_cache: Any,
-    slot_mapping: Any, eps: Any, weight_offset: Any, round_before_scale: Any,
+    slot_mapping: Any, eps: Any, weight_offset: Any, round_before_scale: Any, layout: Any,
 ) -> Any:  # fmt: skip
     heads, kv_heads, head_dim = q_shape[1], k_shape[1], q_shape[2]
     q = _FUSED(
         qkv, q_weight, k_weight, positions, cos_sin, kv_cache, slot_mapping, heads, kv_heads, head_dim, eps,
-        weight_offset, round_before_scale,
+        weight_offset, round_before_scale, layout,
     )  # fmt: skip
     return None, q
 
 
 def pattern(
     qkv: Any, sizes: Any, q_shape: Any, k_shape: Any, v_shape: Any, positions: Any, cos_sin: Any, kv_cache: Any,
-    slot_mapping: Any,
+    slot_mapping: Any, layout: Any,
 ) -> Any:  # fmt: skip
     parts = _SPLIT(qkv, sizes, -1)
     q = _RESHAPE(operator.getitem(parts, 0), q_shape)
     k = _RESHAPE(operator.getitem(parts, 1), k_shape)
     v = _RESHAPE(operator.getitem(parts, 2), v_shape)
-    insert = _MM.insert_kv.default(_MM.rope.default(k, positions, cos_sin), v, kv_cache, slot_mapping)
+    insert = _MM.insert_kv.default(_MM.rope.default(k, positions, cos_sin), v, kv_cache, slot_mapping, layout)
     return insert, _MM.rope.default(q, positions, cos_sin)
 
 
 def replacement(
-    qkv: Any, q_shape: Any, k_shape: Any, positions: Any, cos_sin: Any, kv_cache: Any, slot_mapping: Any
+    qkv: Any, q_shape: Any, k_shape: Any, positions: Any, cos_sin: Any, kv_cache: Any, slot_mapping: Any, layout: Any
 ) -> Any:
     heads, kv_heads, head_dim = q_shape[1], k_shape[1], q_shape[2]
-    q = _FUSED(qkv, None, None, positions, cos_sin, kv_cache, slot_mapping, heads, kv_heads, head_dim, 0.0)
+    where = positions, cos_sin, kv_cache, slot_mapping
+    q = _FUSED(qkv, None, None, *where, heads, kv_heads, head_dim, 0.0, 0.0, True, layout)
     return None, q
 
 

@@ -80,7 +80,7 @@ def refuse_nvfp4(call: OpCall, cache: str, head_dim: int) -> str | None:
     """
     pages, tag = need(call, cache), call.attributes.get("layout", "")
     sides = len(pages.shape) - 2
-    if tag not in LAYOUTS or len(LAYOUTS[tag].quads) != sides:
+    if tag not in LAYOUTS or not LAYOUTS[tag].quads or LAYOUTS[tag].sides != sides:
         return f"{cache} is uint8 in the layout {tag!r}, which is none of its NVFP4 layouts"
     if head_dim not in (64, 128, 256):
         return f"head_dim is {head_dim}, not 64, 128 or 256, in an NVFP4 cache"

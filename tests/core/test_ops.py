@@ -62,7 +62,7 @@ def arguments_of(name):
     heads = (noise(16), noise(16), positions, table, cache, slots, 4, 2, 16, eps, 0.0, True)
     caches = cache, torch.zeros(4, 4, 16), slots
     index_heads = (*(noise(16, seed=i) for i in range(4)), positions, table, *caches, 4, 2, 3, 16, eps, 1.0, False)
-    wide = noise(128, 32, seed=3)
+    plain, wide = ("linear", "linear"), noise(128, 32, seed=3)
     batch = torch.tensor([0.0, 0.7, 1.3])
     return {
         "embedding": (torch.tensor([3, 1]), w),
@@ -73,19 +73,21 @@ def arguments_of(name):
         "swiglu": (noise(6, 64)[:, :32], noise(6, 64)[:, 32:]),
         "rope": (q, positions, angles_table()),
         "attention": (q, k, v, 0.25, 3),
-        "insert_kv": (k, v, cache, slots),
+        "insert_kv": (k, v, cache, slots, "linear"),
         "paged_attention": (
-            q, noise(4, 2, 4, 32), torch.tensor([[2, 0], [1, 3]]), torch.tensor([7, 4]), starts, 0.25, 0,
+            q, noise(4, 2, 4, 32), torch.tensor([[2, 0], [1, 3]]), torch.tensor([7, 4]), starts, 0.25, 0, "linear",
         ),
         "gather_last": (x, starts),
         "index_score": (q, k[:, 0], 4),
-        "insert_index": (noise(6, 16), torch.zeros(4, 4, 16), slots),
-        "paged_index_score": (q, noise(4, 4, 16), torch.tensor([[2, 0], [1, 3]]), torch.tensor([7, 4]), starts),
+        "insert_index": (noise(6, 16), torch.zeros(4, 4, 16), slots, "linear"),
+        "paged_index_score": (
+            q, noise(4, 4, 16), torch.tensor([[2, 0], [1, 3]]), torch.tensor([7, 4]), starts, "linear",
+        ),
         "block_top_k": (noise(6, 2, 3), positions, 2, 2, 1, 1),
         "block_sparse_attention": (q, k, v, torch.tensor([[[0, 1], [1, -1]]] * 6), 0.25, 3),
         "paged_block_sparse_attention": (
             q, noise(4, 2, 4, 32), torch.tensor([[[0, 1]]] * 6), torch.tensor([[2, 0], [1, 3]]), torch.tensor([7, 4]),
-            starts, 0.25,
+            starts, 0.25, "linear",
         ),
         "swiglu_oai": (noise(6, 64)[:, :32] * 8, noise(6, 64)[:, 32:], 1.702, 7.0),
         "route_top_k": (noise(6, 5), noise(5, seed=1), 2, 2.0, "softmax", True),
@@ -97,14 +99,14 @@ def arguments_of(name):
             x, torch.tensor([[0, 2], [1, -1]] * 3), noise(6, 2), *quantized_experts(3, 32, 32),
             *quantized_experts(3, 32, 16), x, "swiglu_oai", 1.702, 7.0,
         ),
-        "qk_norm_rope_insert": (noise(6, 128), *heads),
-        "qkv_norm_rope_insert": (x, wide, noise(128), *heads, None),
-        "qkv_norm_rope_insert_nvfp4": (x, *quantized(128), None, *heads, None),
-        "qkv_norm_rope_insert_mxfp8": (x, *mxfp8.encode(wide), noise(128), *heads, noise(6, 128, seed=4)),
-        "qk_norm_rope_insert_index": (noise(6, 192), *index_heads),
-        "qkv_norm_rope_insert_index": (x, noise(192, 32), None, *index_heads, noise(6, 192, seed=4)),
-        "qkv_norm_rope_insert_index_nvfp4": (x, *quantized(192), None, *index_heads, None),
-        "qkv_norm_rope_insert_index_mxfp8": (x, *mxfp8.encode(noise(192, 32)), noise(192), *index_heads, None),
+        "qk_norm_rope_insert": (noise(6, 128), *heads, "linear"),
+        "qkv_norm_rope_insert": (x, wide, noise(128), *heads, None, "linear"),
+        "qkv_norm_rope_insert_nvfp4": (x, *quantized(128), None, *heads, None, "linear"),
+        "qkv_norm_rope_insert_mxfp8": (x, *mxfp8.encode(wide), noise(128), *heads, noise(6, 128, seed=4), "linear"),
+        "qk_norm_rope_insert_index": (noise(6, 192), *index_heads, *plain),
+        "qkv_norm_rope_insert_index": (x, noise(192, 32), None, *index_heads, noise(6, 192, seed=4), *plain),
+        "qkv_norm_rope_insert_index_nvfp4": (x, *quantized(192), None, *index_heads, None, *plain),
+        "qkv_norm_rope_insert_index_mxfp8": (x, *mxfp8.encode(noise(192, 32)), noise(192), *index_heads, None, *plain),
         "sample": (noise(3, 20), batch, torch.tensor([0, 3, 0]), torch.tensor([1.0, 1.0, 0.6]),
                    torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])),
     }[name]  # fmt: skip

@@ -132,5 +132,5 @@ def test_refused(shape, form, message):
 def test_refused_caches():
     with pytest.raises(ValueError, match="cache format must be one of"):
         footprint.count_cache_bytes(4, 128, "int8")
-    with pytest.raises(ValueError, match="head_dim a multiple of 64"):
-        footprint.count_cache_bytes(4, 80, "nvfp4")
+    with pytest.raises(ValueError, match="head_dim a multiple of 16"):
+        footprint.count_cache_bytes(4, 72, "nvfp4")

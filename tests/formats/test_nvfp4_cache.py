@@ -227,8 +227,12 @@ def test_wrong_caches(shape, tag, message):
 def test_wrong_index_cache_head_size_and_dtype():
     with pytest.raises(ValueError, match="is not one of an index-key cache"):
         cache_format.read_index(torch.zeros(1, 8, 72, dtype=torch.uint8), cache_format.LINEAR, torch.tensor([0]))
-    with pytest.raises(ValueError, match="head_dim a multiple of 64, got 80"):
-        cache_format.row_bytes(80)
+    with pytest.raises(ValueError, match="head_dim a multiple of 16, got 72"):
+        cache_format.row_bytes(72)
+    rows = torch.zeros(1, 1, 80)
+    with pytest.raises(ValueError, match="needs head_dim a multiple of 64, got 80"):
+        cache = torch.zeros(1, 2, 8, 45, dtype=torch.uint8)
+        cache_format.insert_kv(cache, cache_format.TOKEN_QUAD, rows, rows, torch.tensor([0]))
     with pytest.raises(ValueError, match="got torch.int8"):
         cache_format.read_index(torch.zeros(1, 8, 72, dtype=torch.int8), cache_format.INDEX, torch.tensor([0]))
     assert cache_format.row_bytes(128) == 72

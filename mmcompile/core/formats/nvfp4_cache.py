@@ -1,6 +1,6 @@
 """NVFP4 pages of the KV cache and of the index-key cache: the quantizer, the byte layouts and their tags.
 
-A row of one token and one head, d elements (d a multiple of 64), is d/2 bytes of E2M1 codes (even element in the low
+A row of one token and one head, d elements (d a multiple of 16), is d/2 bytes of E2M1 codes (even element in the low
 nibble) and d/16 positive E4M3 scales: 72 bytes for d = 128. A *run* holds the page_size rows of one head and one side:
 first the codes of all its tokens [page_size, d/2], then their scales [page_size, d/16]. Caches are uint8,
 
@@ -13,11 +13,11 @@ a run is its order, and a layout names the order of both sides:
 =================  =======  ===========  ==========================================================
 layout             K        V            readers
 =================  =======  ===========  ==========================================================
-nvfp4.linear       linear   linear       portable; sm_120
-nvfp4.token_quad   linear   token quad   sm_100, sm_103 (trtllm-gen and MSA kernels)
+nvfp4.linear       linear   linear       portable; sm_120; a graph before it is lowered
+nvfp4.token_quad   linear   token quad   sm_100, sm_103, sm_107 (trtllm-gen and MSA); d a multiple of 64
 nvfp4.index        linear   -            index keys
-nvfp4.sm90         lanes    lanes        sm_90; see core/formats/nvfp4_cache_sm90.py
-nvfp4.index_sm90   lanes    -            index keys, sm_90
+nvfp4.sm90         lanes    lanes        sm_90; see core/formats/nvfp4_cache_sm90.py; d = page_size = 128
+nvfp4.index_sm90   lanes    -            index keys, sm_90; likewise
 =================  =======  ===========  ==========================================================
 
 Source: vLLM's fused_minimax_m3_qknorm_rope_kv_insert and MSA's Q8KV4 indexer. The tag must travel with the buffer: the
@@ -26,6 +26,7 @@ bytes of two layouts have the same size and look alike (vllm issue 50084).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,20 +45,35 @@ LARGEST_QUOTIENT = 4096.0
 
 @dataclass(frozen=True)
 class Layout:
-    """Byte layout of a page: its tag, and for each side (K, then V) whether scales are in token quads; () for sm_90."""
+    """Byte layout of a page.
+
+    Attributes:
+        tag: its name. sides: 2 for K and V, 1 for index keys.
+        quads: for each side (K, then V) whether scales are in token quads; () where bytes are arranged for lanes.
+        head_dim: elements of a head are a multiple of it. exact: (head_dim, page_size) if it takes no other.
+    """
 
     tag: str
+    sides: int
     quads: tuple[bool, ...]
+    head_dim: int = nvfp4.BLOCK
+    exact: tuple[int, int] | None = None
+
+    def fits(self, head_dim: int, page_size: int) -> bool:
+        """True if pages of ``page_size`` tokens of heads of ``head_dim`` can have this layout."""
+        if head_dim < 1 or head_dim % self.head_dim or page_size < 1 or page_size % QUAD:
+            return False
+        return self.exact is None or self.exact == (head_dim, page_size)
 
 
 LAYOUTS = {
     layout.tag: layout
     for layout in (
-        Layout(LINEAR, (False, False)),
-        Layout(TOKEN_QUAD, (False, True)),
-        Layout(INDEX, (False,)),
-        Layout(SM90, ()),
-        Layout(SM90_INDEX, ()),
+        Layout(LINEAR, 2, (False, False)),
+        Layout(TOKEN_QUAD, 2, (False, True), head_dim=QUAD * nvfp4.BLOCK),
+        Layout(INDEX, 1, (False,)),
+        Layout(SM90, 2, (), exact=(128, 128)),
+        Layout(SM90_INDEX, 1, (), exact=(128, 128)),
     )
 }
 
@@ -67,6 +83,16 @@ def get_layout(tag: str) -> Layout:
     if tag not in LAYOUTS:
         raise unknown_name("cache layout", tag, LAYOUTS)
     return LAYOUTS[tag]
+
+
+def choose_layout(tag: str, preferred: Sequence[str], head_dim: int, page_size: int) -> str:
+    """The tag of the first layout of ``preferred`` that can stand for ``tag``: of as many sides, and pages that fit.
+
+    ``tag`` itself if there is none. Raises UsageError for a tag that names no layout.
+    """
+    sides = get_layout(tag).sides
+    fitting = (t for t in preferred if get_layout(t).sides == sides and get_layout(t).fits(head_dim, page_size))
+    return next(fitting, tag)
 
 
 def check_layout(have: str, wanted: str, where: str) -> None:
@@ -83,10 +109,15 @@ def check_layout(have: str, wanted: str, where: str) -> None:
 
 
 def row_bytes(head_dim: int) -> int:
-    """Bytes of one token of one head and side: 72 for 128. Raises ValueError unless a multiple of 64."""
-    if head_dim <= 0 or head_dim % (QUAD * nvfp4.BLOCK):
-        raise ValueError(f"an NVFP4 cache needs head_dim a multiple of {QUAD * nvfp4.BLOCK}, got {head_dim}")
+    """Bytes of one token of one head and side: 72 for 128. Raises ValueError unless a multiple of 16."""
+    if head_dim <= 0 or head_dim % nvfp4.BLOCK:
+        raise ValueError(f"an NVFP4 cache needs head_dim a multiple of {nvfp4.BLOCK}, got {head_dim}")
     return head_dim // 2 + head_dim // nvfp4.BLOCK
+
+
+def head_dim_of(cache: Tensor) -> int:
+    """Elements of a head of a cache whose rows are d/2 + d/16 bytes."""
+    return int(cache.shape[-1]) * nvfp4.BLOCK // (nvfp4.BLOCK // 2 + 1)
 
 
 def quantize_rows(x: Tensor, global_scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -192,7 +223,7 @@ def read_kv(
 
     Returns: k, v fp32 [n * page_size, kv_heads, d]. Rows that were never written decode to whatever their bytes say.
     """
-    layout = _check_cache(cache, tag, _head_dim(cache), sides=2)
+    layout = _check_cache(cache, tag, head_dim_of(cache), sides=2)
     heads = cache.shape[1] // 2
     taken = cache[pages].view(len(pages), heads, 2, -1)
     sides = [
@@ -212,15 +243,15 @@ def insert_index(cache: Tensor, tag: str, index_k: Tensor, slot_mapping: Tensor)
 
 def read_index(cache: Tensor, tag: str, pages: Tensor) -> Tensor:
     """Decode whole pages of the index cache exactly: fp32 [n * page_size, d]."""
-    layout = _check_cache(cache, tag, _head_dim(cache), sides=1)
+    layout = _check_cache(cache, tag, head_dim_of(cache), sides=1)
     taken = cache[pages].view(len(pages), 1, -1)
     return _read_rows(taken, cache.shape[1], layout.quads[0], 1.0)[:, 0]
 
 
 def change_layout(cache: Tensor, have: str, wanted: str) -> Tensor:
     """A KV cache rewritten from the layout ``have`` to ``wanted``, bytes only, nothing is rounded."""
-    source, target = (_check_cache(cache, tag, _head_dim(cache), sides=2) for tag in (have, wanted))
-    page_size, groups = cache.shape[2], _head_dim(cache) // nvfp4.BLOCK
+    source, target = (_check_cache(cache, tag, head_dim_of(cache), sides=2) for tag in (have, wanted))
+    page_size, groups = cache.shape[2], head_dim_of(cache) // nvfp4.BLOCK
     result = cache.clone()
     tokens = torch.arange(page_size, device=cache.device)
     for side in range(2):
@@ -236,17 +267,14 @@ def _split(x: Tensor, size: int) -> Tensor:
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
-def _head_dim(cache: Tensor) -> int:
-    """d of a cache whose rows are d/2 + d/16 bytes."""
-    return cache.shape[-1] * nvfp4.BLOCK // (nvfp4.BLOCK // 2 + 1)
-
-
 def _check_cache(cache: Tensor, tag: str, head_dim: int, sides: int) -> Layout:
     layout = get_layout(tag)
+    if layout.sides != sides:
+        raise ValueError(f"the layout {tag!r} is not one of {'a KV' if sides == 2 else 'an index-key'} cache")
     if not layout.quads:
         raise ValueError(f"pages of the layout {tag!r} are read and written by core.formats.nvfp4_cache_sm90")
-    if len(layout.quads) != sides:
-        raise ValueError(f"the layout {tag!r} is not one of {'a KV' if sides == 2 else 'an index-key'} cache")
+    if head_dim % layout.head_dim:
+        raise ValueError(f"the layout {tag!r} needs head_dim a multiple of {layout.head_dim}, got {head_dim}")
     width = row_bytes(head_dim)
     if cache.dtype != torch.uint8 or cache.ndim != sides + 2 or cache.shape[-1] != width or not cache.is_contiguous():
         shape = f"[pages, {'2 * kv_heads, ' if sides == 2 else ''}page_size, {width}]"

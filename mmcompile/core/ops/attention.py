@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmcompile.core.formats import cache_pages
 from mmcompile.core.ops.define import define_op
 
 
@@ -55,30 +56,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) ->
     return attend(q, k, v, scale, window)
 
 
-def _fake_insert_kv() -> None:
-    return None
+def _fake_insert_kv(k: Tensor, kv_cache: Tensor, layout: str) -> None:
+    cache_pages.check_cache(kv_cache, layout, k.shape[-1], sides=2)
 
 
 @define_op(fake=_fake_insert_kv, mutates=("kv_cache",))
-def insert_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def insert_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, layout: str = "linear") -> None:
     """Write k and v [tokens, kv_heads, d] into the paged cache.
 
-    kv_cache: [pages, kv_heads, page_size, 2 d], K then V in the last dimension; dtype float or float8_e4m3fn (unit
-    scale, saturating). slot_mapping: int64 [tokens], slot = page * page_size + offset; negative slots are skipped.
+    kv_cache: in the layout ``layout`` of ``core.formats.cache_pages``: "linear" = [pages, kv_heads, page_size, 2 d], K
+    then V in the last dimension, float or float8_e4m3fn (unit scale, saturating); NVFP4 = uint8 [pages, 2 kv_heads,
+    page_size, d/2 + d/16]. slot_mapping: int64 [tokens], slot = page * page_size + offset; negative ones are skipped.
+    Raises ValueError if the cache is not as the layout says.
     """
-    page_size, width = kv_cache.shape[2], k.shape[-1]
-    keep = slot_mapping >= 0
-    slots, rows = slot_mapping, torch.cat([k, v], dim=-1)
-    if not bool(keep.all()):
-        slots, rows = slot_mapping[keep], rows[keep]
-    if kv_cache.dtype == torch.float8_e4m3fn:
-        rows = rows.float().clamp(-448.0, 448.0)
-    assert rows.shape[-1] == 2 * width
-    kv_cache[slots // page_size, :, slots % page_size] = rows.to(kv_cache.dtype)
+    cache_pages.insert_kv(kv_cache, layout, k, v, slot_mapping)
 
 
-def _fake_paged_attention(q: Tensor, kv_cache: Tensor) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], kv_cache.shape[3] // 2))
+def _fake_paged_attention(q: Tensor, kv_cache: Tensor, layout: str) -> Tensor:
+    cache_pages.check_cache(kv_cache, layout, q.shape[-1], sides=2)
+    return q.new_empty(q.shape)
 
 
 @define_op(fake=_fake_paged_attention)
@@ -90,11 +86,13 @@ def paged_attention(
     query_start: Tensor,
     scale: float,
     window: int = 0,
+    layout: str = "linear",
 ) -> Tensor:
     """Causal attention of a batch of sequences over their pages of the cache.
 
     Args:
-        q: [tokens, heads, d], sequences one after the other. kv_cache: as in ``insert_kv``, new tokens already in it.
+        q: [tokens, heads, d], sequences one after the other. kv_cache, layout: as in ``insert_kv``, new tokens already
+            in it; fp8 and NVFP4 rows are decoded exactly.
         block_table: int32 [batch, max_blocks], page of each block of a sequence (those past its length are never read).
         seq_lens: int32 [batch], length with the new tokens. query_start: int32 [batch + 1], prefix sums of new tokens;
             the new tokens of a sequence are its last ones. seq_len 0 gives zeros.
@@ -102,7 +100,8 @@ def paged_attention(
 
     Returns: [tokens, heads, d] in q's dtype.
     """
-    page_size, d = kv_cache.shape[2], kv_cache.shape[3] // 2
+    cache_pages.check_cache(kv_cache, layout, q.shape[-1], sides=2)
+    page_size = kv_cache.shape[2]
     out = torch.zeros_like(q)
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     for b, length in enumerate(lengths):
@@ -110,8 +109,8 @@ def paged_attention(
         if begin == end or length <= 0:
             continue
         pages = block_table[b, : -(-length // page_size)].long()
-        rows = kv_cache[pages].transpose(1, 2).reshape(-1, kv_cache.shape[1], 2 * d)[:length].to(q.dtype)
-        out[begin:end] = attend(q[begin:end], rows[..., :d], rows[..., d:], scale, window)
+        k, v = (rows[:length].to(q.dtype) for rows in cache_pages.read_kv(kv_cache, layout, pages))
+        out[begin:end] = attend(q[begin:end], k, v, scale, window)
     return out
 
 

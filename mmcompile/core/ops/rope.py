@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmcompile.core.formats.cache_pages import check_cache
 from mmcompile.core.ops.attention import insert_kv
 from mmcompile.core.ops.define import define_op
 from mmcompile.core.ops.linear import linear, linear_nvfp4
@@ -33,12 +34,13 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def _fake_from_projection(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
+def _fake_from_projection(qkv: Tensor, kv_cache: Tensor, num_heads: int, head_dim: int, layout: str) -> Tensor:
+    check_cache(kv_cache, layout, head_dim, sides=2)
     return qkv.new_empty((qkv.shape[0], num_heads, head_dim))
 
 
-def _fake_from_hidden(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    return _fake_from_projection(x, num_heads, head_dim)
+def _fake_from_hidden(x: Tensor, kv_cache: Tensor, num_heads: int, head_dim: int, layout: str) -> Tensor:
+    return _fake_from_projection(x, kv_cache, num_heads, head_dim, layout)
 
 
 @define_op(fake=_fake_from_projection, mutates=("kv_cache",))
@@ -56,13 +58,14 @@ def qk_norm_rope_insert(
     eps: float,
     weight_offset: float = 0.0,
     round_before_scale: bool = True,
+    layout: str = "linear",
 ) -> Tensor:
     """Per-head RMSNorm of q and k (skipped where the weight is None), RoPE, and insertion of k and v in the cache.
 
     Args:
         qkv: [tokens, (num_heads + 2 num_kv_heads) * head_dim], row = [q | k | v].
         q_weight, k_weight: [head_dim], shared by all heads. positions, cos_sin: as in ``rope``.
-        kv_cache: written; see ``insert_kv``. slot_mapping: int64 [tokens], negative = do not insert.
+        kv_cache, layout: written; see ``insert_kv``. slot_mapping: int64 [tokens], negative = do not insert.
 
     Returns: q, [tokens, num_heads, head_dim], normalised and rotated.
     """
@@ -74,7 +77,7 @@ def qk_norm_rope_insert(
     if k_weight is not None:
         k = rms_norm(k, k_weight, eps, weight_offset, round_before_scale)
     rotated = rope(torch.cat([q, k], dim=1), positions, cos_sin)
-    insert_kv(rotated[:, num_heads:], v, kv_cache, slot_mapping)
+    insert_kv(rotated[:, num_heads:], v, kv_cache, slot_mapping, layout)
     return rotated[:, :num_heads].contiguous()
 
 
@@ -96,6 +99,7 @@ def qkv_norm_rope_insert(
     weight_offset: float = 0.0,
     round_before_scale: bool = True,
     delta: Tensor | None = None,
+    layout: str = "linear",
 ) -> Tensor:
     """``qk_norm_rope_insert(linear(x, weight, bias, residual=delta), ...)``.
 
@@ -116,6 +120,7 @@ def qkv_norm_rope_insert(
         eps,
         weight_offset,
         round_before_scale,
+        layout,
     )
 
 
@@ -139,6 +144,7 @@ def qkv_norm_rope_insert_nvfp4(
     weight_offset: float = 0.0,
     round_before_scale: bool = True,
     delta: Tensor | None = None,
+    layout: str = "linear",
 ) -> Tensor:
     """``qk_norm_rope_insert(linear_nvfp4(x, packed, scale, global_scale, bias, residual=delta), ...)``."""
     return qk_norm_rope_insert(
@@ -155,6 +161,7 @@ def qkv_norm_rope_insert_nvfp4(
         eps,
         weight_offset,
         round_before_scale,
+        layout,
     )
 
 
@@ -177,6 +184,7 @@ def qkv_norm_rope_insert_mxfp8(
     weight_offset: float = 0.0,
     round_before_scale: bool = True,
     delta: Tensor | None = None,
+    layout: str = "linear",
 ) -> Tensor:
     """``qk_norm_rope_insert(linear_mxfp8(x, values, scale, bias, residual=delta), ...)``."""
     return qk_norm_rope_insert(
@@ -193,4 +201,5 @@ def qkv_norm_rope_insert_mxfp8(
         eps,
         weight_offset,
         round_before_scale,
+        layout,
     )

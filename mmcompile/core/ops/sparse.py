@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmcompile.core.formats import cache_pages
 from mmcompile.core.ops.attention import attend_one
 from mmcompile.core.ops.define import define_op
 
@@ -52,23 +53,20 @@ def index_score(index_q: Tensor, index_k: Tensor, block_size: int) -> Tensor:
     return _score_blocks(index_q, index_k, block_size, blocks)
 
 
-def _fake_insert_index() -> None:
-    return None
+def _fake_insert_index(index_k: Tensor, index_cache: Tensor, layout: str) -> None:
+    cache_pages.check_cache(index_cache, layout, index_k.shape[-1], sides=1)
 
 
 @define_op(fake=_fake_insert_index, mutates=("index_cache",))
-def insert_index(index_k: Tensor, index_cache: Tensor, slot_mapping: Tensor) -> None:
+def insert_index(index_k: Tensor, index_cache: Tensor, slot_mapping: Tensor, layout: str = "linear") -> None:
     """Write index keys [tokens, d] into the paged index cache.
 
-    index_cache: [pages, page_size, d], float or float8_e4m3fn (unit scale, saturating). slot_mapping: int64 [tokens],
-    slot = page * page_size + offset; negative slots are skipped.
+    index_cache: in the layout ``layout`` of ``core.formats.cache_pages``: "linear" = [pages, page_size, d], float or
+    float8_e4m3fn (unit scale, saturating); NVFP4 = uint8 [pages, page_size, d/2 + d/16]. slot_mapping: int64 [tokens],
+    slot = page * page_size + offset; negative slots are skipped. Raises ValueError if the cache is not as the layout
+    says.
     """
-    page_size = index_cache.shape[1]
-    keep = slot_mapping >= 0
-    slots, rows = slot_mapping[keep], index_k[keep]
-    if index_cache.dtype == torch.float8_e4m3fn:
-        rows = rows.float().clamp(-448.0, 448.0)
-    index_cache[slots // page_size, slots % page_size] = rows.to(index_cache.dtype)
+    cache_pages.insert_index(index_cache, layout, index_k, slot_mapping)
 
 
 def _list_sequences(
@@ -81,28 +79,35 @@ def _list_sequences(
             yield starts[b], starts[b + 1], length, block_table[b].long()
 
 
-def _fake_paged_index_score(index_q: Tensor, block_table: Tensor) -> Tensor:
+def _fake_paged_index_score(index_q: Tensor, index_cache: Tensor, block_table: Tensor, layout: str) -> Tensor:
+    cache_pages.check_cache(index_cache, layout, index_q.shape[-1], sides=1)
     return index_q.new_empty((index_q.shape[0], index_q.shape[1], block_table.shape[1]), dtype=torch.float32)
 
 
 @define_op(fake=_fake_paged_index_score)
 def paged_index_score(
-    index_q: Tensor, index_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start: Tensor
+    index_q: Tensor,
+    index_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    layout: str = "linear",
 ) -> Tensor:
     """``index_score`` of a batch of sequences over their pages of the index cache; a block is a page.
 
     Args:
-        index_q: [tokens, index_heads, d], sequences one after the other. index_cache: as in ``insert_index``, new
-            tokens already in it. block_table, seq_lens, query_start: as in ``paged_attention``.
+        index_q: [tokens, index_heads, d], sequences one after the other. index_cache, layout: as in ``insert_index``,
+            new tokens already in it. block_table, seq_lens, query_start: as in ``paged_attention``.
 
     Returns: fp32 [tokens, index_heads, max_blocks], max_blocks = columns of block_table; minus infinity in every block
     after the query's own, and everywhere for a sequence of length 0.
     """
-    page_size, d = index_cache.shape[1], index_cache.shape[2]
+    cache_pages.check_cache(index_cache, layout, index_q.shape[-1], sides=1)
+    page_size = index_cache.shape[1]
     out = index_q.new_full((*index_q.shape[:2], block_table.shape[1]), float("-inf"), dtype=torch.float32)
     for begin, end, length, pages in _list_sequences(block_table, seq_lens, query_start):
         used = -(-length // page_size)
-        keys = index_cache[pages[:used]].reshape(-1, d)[:length].to(index_q.dtype)
+        keys = cache_pages.read_index(index_cache, layout, pages[:used])[:length].to(index_q.dtype)
         out[begin:end, :, :used] = _score_blocks(index_q[begin:end], keys, page_size, used)
     return out
 
@@ -223,9 +228,10 @@ def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, scal
     return _attend_selected(q, blocks, read, kv_heads, length, scale, block_size)
 
 
-def _fake_paged_block_sparse_attention(q: Tensor, kv_cache: Tensor, blocks: Tensor) -> Tensor:
-    _check_heads(q.shape[1], kv_cache.shape[1], blocks.shape[1])
-    return q.new_empty((q.shape[0], q.shape[1], kv_cache.shape[3] // 2))
+def _fake_paged_block_sparse_attention(q: Tensor, kv_cache: Tensor, blocks: Tensor, layout: str) -> Tensor:
+    cache_pages.check_cache(kv_cache, layout, q.shape[-1], sides=2)
+    _check_heads(q.shape[1], cache_pages.count_kv_heads(kv_cache, layout), blocks.shape[1])
+    return q.new_empty(q.shape)
 
 
 @define_op(fake=_fake_paged_block_sparse_attention)
@@ -237,25 +243,30 @@ def paged_block_sparse_attention(
     seq_lens: Tensor,
     query_start: Tensor,
     scale: float,
+    layout: str = "linear",
 ) -> Tensor:
     """``block_sparse_attention`` of a batch of sequences over their pages of the cache; a block is a page.
 
     Args:
         q: [tokens, heads, d], sequences one after the other, any number of new tokens each. kv_cache, block_table,
-            seq_lens, query_start, scale: as in ``paged_attention``. blocks: as in ``block_sparse_attention``; ids count
-            the blocks of the sequence (logical pages). Pages of other blocks and rows past the length are never read.
+            seq_lens, query_start, scale, layout: as in ``paged_attention``. blocks: as in ``block_sparse_attention``;
+            ids count the blocks of the sequence (logical pages). Pages of other blocks and rows past the length never
+            decide a result.
 
     Returns: [tokens, heads, d] in q's dtype; zeros for sequences of length 0 and queries without blocks.
     """
-    kv_heads, page_size, d = kv_cache.shape[1], kv_cache.shape[2], kv_cache.shape[3] // 2
+    cache_pages.check_cache(kv_cache, layout, q.shape[-1], sides=2)
+    kv_heads, page_size = cache_pages.count_kv_heads(kv_cache, layout), kv_cache.shape[2]
+    runs = kv_cache.shape[1] // kv_heads
     _check_heads(q.shape[1], kv_heads, blocks.shape[1])
     out = torch.zeros_like(q)
     for begin, end, length, pages in _list_sequences(block_table, seq_lens, query_start):
 
         def read(head: int, ids: Tensor, pages: Tensor = pages, length: int = length) -> tuple[Tensor, Tensor]:
             count = int(torch.clamp(length - ids * page_size, max=page_size).sum())
-            rows = kv_cache[pages[ids], head].reshape(-1, 2 * d)[:count].to(q.dtype)
-            return rows[:, :d], rows[:, d:]
+            mine = kv_cache[pages[ids], head * runs : (head + 1) * runs]
+            k, v = cache_pages.read_kv(mine, layout, torch.arange(len(ids), device=ids.device))
+            return k[:count, 0].to(q.dtype), v[:count, 0].to(q.dtype)
 
         out[begin:end] = _attend_selected(q[begin:end], blocks[begin:end], read, kv_heads, length, scale, page_size)
     return out
