@@ -27,6 +27,13 @@ OUT_OF_SCOPE = {
     "NonMaxSuppression": "detection operators (DeformConv, RoiAlign, NonMaxSuppression)",
     "TfIdfVectorizer": "text features",
 }
+# Ranges of the integers of two and four bits.
+FEW_BITS = {
+    TensorProto.INT4: (-8, 7),
+    TensorProto.UINT4: (0, 15),
+    TensorProto.INT2: (-2, 1),
+    TensorProto.UINT2: (0, 3),
+}
 # Rounding of two-byte results; the tests' own tolerances suit a runtime that computes in the same order.
 ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -103,11 +110,28 @@ def run_case(case: Any, folder: Path) -> str:
     with torch.no_grad():
         results = captured.graph_module(*[v for n, v in inputs.items() if n not in fixed])
     results = results if isinstance(results, tuple | list) else [results]
+    partly = False
     for have, want, value in zip(results, wanted, case.model.graph.output, strict=True):
+        elem_type = value.type.tensor_type.elem_type
         transform = any(n.op_type in ("DFT", "STFT") for n in case.model.graph.node)
-        wanted_value = _convert(want, value.type.tensor_type.elem_type)
+        wanted_value = _convert(want, elem_type)
+        if case.name.startswith("test_cast") and elem_type in FEW_BITS:
+            defined = _find_defined(next(iter(inputs.values())), elem_type)
+            assert defined.any() and have.shape == wanted_value.shape
+            partly, have, wanted_value = not bool(defined.all()), have[defined], wanted_value[defined]
         compare(have, wanted_value, case.rtol, case.atol, sums=transform)
+    if partly:
+        return "passed, but for values that the standard leaves undefined"
     return "passed, shape inputs fixed" if fixed else "passed"
+
+
+def _find_defined(x: torch.Tensor, elem_type: int) -> torch.Tensor:
+    """Where a cast of ``x`` is defined: the operator Cast leaves floats out of an integer's range "undefined".
+
+    The tests expect what ml_dtypes makes of those, which differs from version to version.
+    """
+    low, high = FEW_BITS[elem_type]
+    return (x >= low) & (x <= high) if x.is_floating_point() else torch.ones(x.shape, dtype=torch.bool)
 
 
 def compare(have: torch.Tensor, want: torch.Tensor, rtol: float, atol: float, *, sums: bool = False) -> None:
