@@ -21,12 +21,9 @@ class BlockBarriers:
         self.counts: dict[int, int | None] = {}
 
     def arrive(self, fragment: Fragment, numbers: Array, counts: Array | None, only_arrive: bool) -> None:
-        """The lanes of a fragment arrive; it waits, unless it only arrives or completes the barrier."""
+        """The lanes of a fragment, which name one barrier, arrive; it waits, unless it only arrives or completes it."""
         group = self.group
-        here = numbers[fragment.lanes]
-        if (here != here[0]).any():
-            raise group.fault("divergent barrier", "the lanes name different barriers")
-        number = int(here[0])
+        number = int(numbers[int(np.argmax(fragment.lanes))])
         if number >= _BARRIERS:
             raise group.fault("illegal", f"barrier {number}, a block has {_BARRIERS}")
         count = None if counts is None else int(counts[int(np.argmax(fragment.lanes))])

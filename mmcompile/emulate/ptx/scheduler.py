@@ -121,8 +121,19 @@ class Scheduler:
         elif kind == "exit":
             self._exit(fragment, outcome[1])
         else:
-            self.barriers.arrive(fragment, *outcome[1:])
+            for part in self._split_warps(fragment, outcome[1]):
+                self.barriers.arrive(part, *outcome[1:])
             self._merge_running()
+
+    def _split_warps(self, fragment: Fragment, numbers: Array) -> list[Fragment]:
+        """A fragment for each of the barriers ``numbers`` that its warps name; the lanes of a warp must name one."""
+        values = np.unique(numbers[fragment.lanes])
+        parts = [fragment]
+        for value in values[1:]:
+            parts.append(self._split(fragment, fragment.lanes & (numbers == value), fragment.block))
+        if sum(part.lanes.reshape(-1, WARP).any(axis=1) for part in parts).max() > 1:
+            raise self.group.fault("divergent barrier", "the lanes of a warp name different barriers")
+        return parts
 
     def _branch(self, fragment: Fragment, condition: Array, target: int) -> None:
         taken = condition if fragment.mask is None else condition & fragment.mask

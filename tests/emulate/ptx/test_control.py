@@ -104,6 +104,19 @@ def test_loops_that_only_loop(schedule: str, monkeypatch: pytest.MonkeyPatch) ->
     assert caught.value.kind == "deadlock"
 
 
+@pytest.mark.parametrize("schedule", ["program", "warp", "interleaved"])
+def test_a_barrier_of_each_warp(schedule: str) -> None:
+    """Warps may name barriers of their own in one instruction; with twice the threads the same waits for another."""
+    own = "shr.u32 %x, %t, 5; add.u32 %x, %x, 1; bar.sync %x, {}; add.u32 %r, %a, 1;"
+    np.testing.assert_array_equal(evaluate(own.format(32), THREAD, schedule=schedule), THREAD + 1)
+    assert fails(own.format(64), "deadlock", schedule=schedule)
+
+
+def test_lanes_of_a_warp_name_different_barriers() -> None:
+    fault = fails("and.b32 %x, %t, 1; bar.sync %x, 32; mov.b32 %r, 0;", "divergent barrier")
+    assert "lanes of a warp name different barriers" in fault.what
+
+
 def test_more_threads_than_a_barrier_takes() -> None:
     assert "128 threads at barrier 1 of 64" in fails("mov.b32 %r, 0; bar.sync 1, 64;", "illegal").what
 
