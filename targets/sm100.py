@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmcompile.core.formats.nvfp4_cache import TOKEN_QUAD
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._features import BLACKWELL_FAMILY, minimum_ptx
 from mmcompile.targets._target import Target
@@ -36,5 +37,6 @@ TARGET = Target(
         scale_formats=("e4m3/16", "e8m0/32"),
         driver="NVIDIA driver 580 (CUDA 13.0) or newer",
         executed_on="never on hardware",
+        cache_layouts=(TOKEN_QUAD,),
     )
 )

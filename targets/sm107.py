@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmcompile.core.formats.nvfp4_cache import TOKEN_QUAD
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._features import BLACKWELL_FAMILY, minimum_ptx
 from mmcompile.targets._target import Target
@@ -45,5 +46,6 @@ TARGET = Target(
         scale_formats=("e4m3/16", "e8m0/32", "ue5m3/16"),
         driver="NVIDIA driver for CUDA 13.4 (r615) or newer",
         executed_on="never on hardware",
+        cache_layouts=(TOKEN_QUAD,),
     )
 )

@@ -47,7 +47,7 @@ def build(
         list[str] | None, typer.Option(help="Option of the scheme; repeat for several.", metavar="KEY=VALUE")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations: bfloat16, float16, float32.")] = "bfloat16",
-    cache_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto, a dtype, or float8_e4m3fn.")] = "auto",
+    cache_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto, a dtype, float8_e4m3fn or nvfp4.")] = "auto",
     page_size: Annotated[
         int | None,
         typer.Option(

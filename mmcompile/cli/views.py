@@ -170,11 +170,24 @@ def model_table(summary: Summary) -> Table:
         rows.append(("text", "tokenizer" + (" and chat template" if model["chat_template"] else "")
                      if model["tokenizer"] else "no tokenizer: prompts are token ids"))  # fmt: skip
     if cache:
-        rows.append(
-            ("KV cache", f"{cache['bytes_per_token']} bytes per token: {cache['layers']} layers, {cache['dtype']}, "
-             f"pages of {cache['page_size']} tokens")
-        )  # fmt: skip
+        rows += _describe_cache(cache)
     return make_table("Model", ("", ""), rows)
+
+
+def _describe_cache(cache: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Rows on the paged caches."""
+    layer = f"{cache['kv_bytes']} bytes of K and V" + (
+        f", {cache['index_bytes']} of index keys" * bool(cache["index_bytes"])
+    )
+    rows = [
+        ("KV cache", f"{cache['bytes_per_token']} bytes per token: {cache['layers']} layers, {cache['dtype']}, "
+         f"pages of {cache['page_size']} tokens"),
+        ("a layer's share", layer),
+    ]  # fmt: skip
+    if cache["quantizer"]:
+        layouts = "; ".join(f"{target} {', '.join(tags)}" for target, tags in cache["layouts"].items())
+        rows.append(("NVFP4 cache", f"quantizer {cache['quantizer']}, layouts {layouts}"))
+    return rows
 
 
 def quantization_table(summary: Summary) -> Table | None:

@@ -162,7 +162,12 @@ class Plan(Record):
 
 
 class CacheSpec(Record):
-    """The paged KV cache: buffers kv_cache.<layer> of [pages, kv_heads, page_size, 2 * head_dim]."""
+    """The paged caches: buffers kv_cache_<layer>, and kv_cache_<layer>_index of an indexer's keys.
+
+    ``dtype``: of the elements, or "nvfp4". ``bytes_per_token``: over all layers and caches; in one layer K and V take
+    ``kv_bytes``, the index key ``index_bytes``. ``quantizer``: exact name of what rounds to NVFP4 (see
+    core/formats/nvfp4_cache.py), "" where nothing does. ``layouts``: tags of the caches by target.
+    """
 
     page_size: int
     dtype: str
@@ -215,6 +220,10 @@ class Manifest(Record):
     targets: dict[str, TargetEntry]
     weights: Literal["packed", "none"]
     files: dict[str, str]
+    kv_bytes: int = 0
+    index_bytes: int = 0
+    quantizer: str = ""
+    layouts: dict[str, tuple[str, ...]] = {}
     digest: str
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mmcompile.core.formats.nvfp4_cache import INDEX, LINEAR, head_dim_of, insert_index, insert_kv
 from mmcompile.core.graph import value_of
 
 PROMPT_TOKENS = 13
@@ -50,6 +51,9 @@ def _make_inputs(
             continue
         is_cache = name.startswith("kv_cache")
         shape = [pages, *map(int, value.shape[1:])] if is_cache else [_hint(s) for s in value.shape]
+        if is_cache and value.dtype == torch.uint8:
+            inputs[name] = _make_nvfp4_pages(shape, is_prompt, generator)
+            continue
         values = torch.zeros(shape) if is_cache and is_prompt else torch.randn(shape, generator=generator)
         inputs[name] = values.to(value.dtype)
     return inputs
@@ -77,6 +81,20 @@ def _describe_batch(
         "sample_positions": lengths,
     }
     return known, pages
+
+
+def _make_nvfp4_pages(shape: list[int], empty: bool, generator: torch.Generator) -> torch.Tensor:
+    """Pages of zeros, or of random rows; a graph before lowering has its caches in the linear layouts."""
+    pages = torch.zeros(shape, dtype=torch.uint8)
+    if not empty:
+        slots = torch.arange(shape[0] * shape[-2])
+        heads = shape[1] // 2 if len(shape) == 4 else 1
+        rows = torch.randn((2, len(slots), heads, head_dim_of(pages)), generator=generator)
+        if len(shape) == 4:
+            insert_kv(pages, LINEAR, rows[0], rows[1], slots)
+        else:
+            insert_index(pages, INDEX, rows[0, :, 0], slots)
+    return pages
 
 
 def _hint(size: Any) -> int:

@@ -30,6 +30,9 @@ class TargetSpec:
 
     ``mma_shapes`` maps (a dtype, b dtype) to the (m, n, k) tiles its matrix unit takes; ``units`` is the number of
     SMs or CUs; ``backend`` is Triton's backend name ("cuda", "hip") or "" where no binary is made.
+
+    ``cache_layouts``: tags of ``core.formats.nvfp4_cache`` in order of preference, of KV pages and of index keys; the
+    first that a cache fits is taken, the linear ones where none does.
     """
 
     name: str
@@ -47,6 +50,7 @@ class TargetSpec:
     scale_formats: tuple[str, ...]
     driver: str
     executed_on: str
+    cache_layouts: tuple[str, ...] = ()
 
     def has(self, feature: str) -> bool:
         """True if every architecture of the target has ``feature``."""

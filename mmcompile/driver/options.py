@@ -9,7 +9,7 @@ from mmcompile.core.discover import list_names
 from mmcompile.core.errors import UsageError, unknown_name
 
 DTYPES = ("bfloat16", "float16", "float32")
-CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn")
+CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn", "nvfp4")
 WEIGHTS = ("auto", "real", "random", "none")
 
 
@@ -20,8 +20,8 @@ class BuildOptions:
     Attributes:
         targets: names of files in targets/. quantization: "none" or a file of passes/quant.
         quantization_options: options of that scheme. dtype: of weights and activations.
-        cache_dtype: of the KV cache; "auto" = dtype. page_size: tokens per page of the cache; None = 64, or the block
-            of the model's block-sparse attention.
+        cache_dtype: of the KV cache; "auto" = dtype, "nvfp4" = pages in each target's layout. page_size: tokens per
+            page of the cache; None = 64, or the block of the model's block-sparse attention.
         max_context: tokens per sequence. max_tokens: tokens per prefill step (longer prompts go in chunks).
         max_batch: sequences per decode step. weights: "auto" takes the checkpoint's, or random ones if there is none.
         strict: an operation without a kernel is an error. portable: leave tuned kernels out.

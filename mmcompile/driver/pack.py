@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from mmcompile.core.errors import ArtifactError, LoweringError
 from mmcompile.core.kernel import CompiledKernel, KernelSource
 from mmcompile.core.plan import (
     Binary,
-    CacheSpec,
     Kernel,
     Manifest,
     ModelSpec,
@@ -31,6 +29,7 @@ from mmcompile.core.plan import (
     seal,
 )
 from mmcompile.core.spec import TargetSpec
+from mmcompile.driver.caches import describe_cache
 from mmcompile.driver.compile import Compiled
 from mmcompile.driver.counts import write_counts
 from mmcompile.driver.options import BuildOptions
@@ -222,20 +221,10 @@ class Packer:
                 options=self.options.quantization_options,
                 layers=context.info.get("layers", {}),
             ),
-            cache=self._describe_cache() if decoder else None,
+            cache=describe_cache(self.plans) if decoder else None,
             targets=self.targets,
             weights="packed" if self._has_weights() else "none",
             files={},
-        )
-
-    def _describe_cache(self) -> CacheSpec:
-        plan = next(iter(self.plans.values()))
-        caches = [b for b in plan.buffers.values() if b.role == "state"]
-        main = [b for b in caches if len(b.shape) == 4]  # the others hold the keys of an indexer
-        page_size = int(main[0].shape[2])
-        page_bytes = sum(math.prod(map(int, b.shape[1:])) * getattr(torch, b.dtype).itemsize for b in caches)
-        return CacheSpec(
-            page_size=page_size, dtype=main[0].dtype, layers=len(main), bytes_per_token=page_bytes // page_size
         )
 
 

@@ -27,11 +27,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass
 class Operands:
-    """The buffers of one phase and the views of its nodes."""
+    """The buffers of one phase, the views of its nodes and the layouts of its caches."""
 
     buffers: dict[str, Buffer] = field(default_factory=dict)
     views: dict[fx.Node, Any] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    layouts: dict[str, str] = field(default_factory=dict)
 
     def add_buffer(self, name: str, value: torch.Tensor, role: Role) -> View:
         """Make a contiguous buffer for a value and return the view on all of it."""

@@ -16,6 +16,7 @@ from mmcompile.core.graph import depends_only_on_weights, find_op, full_argument
 from mmcompile.core.kernel import KernelSource, OpCall, Operand
 from mmcompile.core.ops import OPS
 from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Launch, Phase, Role, View
+from mmcompile.lower.caches import place_caches
 from mmcompile.lower.memory import Lifetime, plan_memory
 from mmcompile.lower.operands import Operands, dtype_name, is_view, place_input, resolve_view
 from mmcompile.lower.regions import Group, build_region, find_regions
@@ -49,6 +50,7 @@ class PhaseLowering:
     strict: bool
     output_names: tuple[str, ...]
     plan_symbols: Mapping[str, int]
+    cache_layouts: tuple[str, ...] = ()
     operands: Operands = field(default_factory=Operands)
     load_launches: list[Launch] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
@@ -107,6 +109,7 @@ class PhaseLowering:
                 inputs[key] = self.operands.views[value] if isinstance(value, fx.Node) else None
             else:
                 attributes[key] = dtype_name(value) if isinstance(value, torch.dtype) else value
+        attributes = place_caches(self.operands, self.cache_layouts, inputs, attributes)
         self._add_launch(node, f"mm.{name}", inputs, attributes)
 
     def _lower_region(self, group: Group, read: tuple[fx.Node, ...] = ()) -> None:

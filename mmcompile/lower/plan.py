@@ -57,7 +57,9 @@ def lower_model(
         if selector is None:
             graph_module = copy_graph(graph_module)
             prepare_for_host(graph_module)
-        lowered = PhaseLowering(graph_module, name, selector, symbols[name], strict, output_names[name], largest).run()
+        lowered = PhaseLowering(
+            graph_module, name, selector, symbols[name], strict, output_names[name], largest, spec.cache_layouts
+        ).run()
         for key, buffer in lowered.buffers.items():
             if buffers.setdefault(key, buffer) != buffer:
                 raise LoweringError(f"the phases disagree about the buffer {key}: {buffers[key]} and {buffer}")

@@ -16,6 +16,8 @@ from torch import Tensor
 from mmcompile.core.errors import ArtifactError
 from mmcompile.core.plan import SCHEMA_VERSION, Binary, Buffer, Manifest, Plan, Record, seal
 from mmcompile.runtime.executor import torch_dtype
+from mmcompile.runtime.layouts import check_cache_layouts
+from mmcompile.runtime.random_weights import RandomWeights
 
 MANIFEST = "manifest.json"
 _REBUILD = "rebuild the artifact, or copy it again from its source"
@@ -87,6 +89,7 @@ class Artifact:
                     f"plan is for target {plan.target!r}, not {target!r}", where=str(path), fix=_REBUILD
                 )
             _check_names(plan, path)
+            check_cache_layouts(plan, self.manifest.cache, str(path))
             self._plans[target] = plan
         return self._plans[target]
 

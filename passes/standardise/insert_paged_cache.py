@@ -5,28 +5,27 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mmcompile.core.errors import LoweringError, unknown_name
+from mmcompile.core.errors import LoweringError
 from mmcompile.core.graph import full_arguments, infer_meta, source_of
 from mmcompile.core.passes import Match, PassContext, PassResult
 from mmcompile.core.plan import DECODER_INPUTS
 from mmcompile.core.symbols import new_symbolic_tensor
+from mmcompile.passes.standardise._caches import add_kv_cache, check_cache_dtype
 
 DESCRIPTION = "give every attention a paged KV cache and take batches of sequences"
 EFFECT = "bitwise"
 _MM = torch.ops.mm
-_DTYPES = {d: getattr(torch, d) for d in ("bfloat16", "float16", "float32", "float8_e4m3fn")}
-CACHE_DTYPES = ("auto", *_DTYPES)
 
 
 def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     """Rewrite every mm.attention; add the inputs of core.plan.DECODER_INPUTS and one kv_cache_<i> an attention.
 
     Valid because every other operation of a standardised decoder works token by token: positions come in as data, so
-    the tokens of several sequences may lie one after the other. ``context.cache_dtype`` "auto" takes the model's.
+    the tokens of several sequences may lie one after the other. ``context.cache_dtype`` "auto" takes the model's;
+    "nvfp4" makes uint8 pages in the layout "nvfp4.linear", which stands for that of the target.
     """
     graph = graph_module.graph
-    if context.cache_dtype not in CACHE_DTYPES:
-        raise unknown_name("cache dtype", context.cache_dtype, CACHE_DTYPES)
+    check_cache_dtype(context.cache_dtype)
     attentions = list(graph.find_nodes(op="call_function", target=_MM.attention.default))
     if not attentions and not graph.find_nodes(op="call_function", target=_MM.block_sparse_attention.default):
         raise LoweringError(
@@ -36,16 +35,12 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     inputs = _add_inputs(graph_module)
     for index, node in enumerate(attentions):
         q, k, v, scale, window = full_arguments(node).values()
-        dtype = q.meta["val"].dtype if context.cache_dtype == "auto" else _DTYPES[context.cache_dtype]
-        if dtype != q.meta["val"].dtype:
-            result.effect = "quantizing"
-        kv_heads, head_dim = k.meta["val"].shape[1:]
-        shape = ("pages", int(kv_heads), context.page_size, 2 * int(head_dim))
-        cache = _add_placeholder(graph_module, f"kv_cache_{index}", new_symbolic_tensor(graph_module, shape, dtype))
+        cache, layout = add_kv_cache(graph_module, index, node, k, context, result)
         with graph.inserting_before(node):
-            insert = graph.call_function(_MM.insert_kv.default, (k, v, cache, inputs["slot_mapping"]))
+            insert = graph.call_function(_MM.insert_kv.default, (k, v, cache, inputs["slot_mapping"], layout))
             table, lengths, starts = (inputs[n] for n in ("block_table", "seq_lens", "query_start"))
-            paged = graph.call_function(_MM.paged_attention.default, (q, cache, table, lengths, starts, scale, window))
+            arguments = q, cache, table, lengths, starts, scale, window, layout
+            paged = graph.call_function(_MM.paged_attention.default, arguments)
         infer_meta(graph_module, [insert, paged])
         for new in (insert, paged):
             new.meta["source"] = source_of(node)
@@ -54,15 +49,6 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
         result.matches.append(Match("insert_paged_cache", (node.name,), (insert.name, paged.name), source_of(node)))
     context.info["kv_layers"] = len(attentions)
     return result
-
-
-def _add_placeholder(graph_module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
-    graph = graph_module.graph
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(name)
-    node.meta["val"] = value
-    return node
 
 
 def _add_inputs(graph_module: fx.GraphModule) -> dict[str, fx.Node]:

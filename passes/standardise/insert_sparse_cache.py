@@ -11,9 +11,9 @@ from mmcompile.core.errors import LoweringError
 from mmcompile.core.graph import full_arguments, infer_meta, source_of
 from mmcompile.core.passes import Match, PassContext, PassResult
 from mmcompile.core.plan import DECODER_INPUTS
-from mmcompile.core.symbols import new_symbolic_tensor
 from mmcompile.passes._edit import find_input
 from mmcompile.passes.standardise import insert_paged_cache
+from mmcompile.passes.standardise._caches import add_index_cache, add_kv_cache, check_cache_dtype
 
 DESCRIPTION = "give block-sparse attention a paged KV cache, and its indexer a paged cache of index keys"
 EFFECT = "bitwise"
@@ -23,13 +23,14 @@ _MM = torch.ops.mm
 def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     """Rewrite every mm.block_sparse_attention and mm.index_score, after insert_paged_cache has treated mm.attention.
 
-    The caches of the i-th attention are ``kv_cache_<i>`` [pages, kv_heads, page_size, 2 d] and, where it scores blocks
-    itself, ``kv_cache_<i>_index`` [pages, page_size, d]. Raises LoweringError if a page does not hold one block.
+    The caches of the i-th attention are ``kv_cache_<i>`` and, where it scores blocks itself, ``kv_cache_<i>_index``, of
+    the shapes that insert_kv and insert_index take. Raises LoweringError if a page does not hold one block.
     """
     graph = graph_module.graph
     attentions = list(graph.find_nodes(op="call_function", target=_MM.block_sparse_attention.default))
     if not attentions:
         return PassResult()
+    check_cache_dtype(context.cache_dtype)
     result = PassResult()
     if find_input(graph_module, "slot_mapping") is None:
         insert_paged_cache._add_inputs(graph_module)
@@ -66,12 +67,11 @@ def _insert_kv(
     result: PassResult,
 ) -> None:
     q, k, v, blocks, scale, _ = full_arguments(node).values()
-    kv_heads, d = (int(n) for n in k.meta["val"].shape[1:])
-    cache = _add_cache(graph_module, f"kv_cache_{index}", q, (kv_heads, context.page_size, 2 * d), context, result)
+    cache, layout = add_kv_cache(graph_module, index, node, k, context, result)
     where = batch["block_table"], batch["seq_lens"], batch["query_start"]
     calls = [
-        (_MM.insert_kv.default, (k, v, cache, batch["slot_mapping"])),
-        (_MM.paged_block_sparse_attention.default, (q, cache, blocks, *where, scale)),
+        (_MM.insert_kv.default, (k, v, cache, batch["slot_mapping"], layout)),
+        (_MM.paged_block_sparse_attention.default, (q, cache, blocks, *where, scale, layout)),
     ]
     _put(graph_module, node, calls, result)
 
@@ -84,31 +84,14 @@ def _insert_index(
     context: PassContext,
     result: PassResult,
 ) -> None:
-    index_q, index_k, size = full_arguments(node).values()
-    d = int(index_k.meta["val"].shape[1])
-    cache = _add_cache(graph_module, f"kv_cache_{index}_index", index_q, (size, d), context, result)
+    index_q, index_k, _ = full_arguments(node).values()
+    cache, layout = add_index_cache(graph_module, index, node, index_k, context, result)
     where = batch["block_table"], batch["seq_lens"], batch["query_start"]
     calls = [
-        (_MM.insert_index.default, (index_k, cache, batch["slot_mapping"])),
-        (_MM.paged_index_score.default, (index_q, cache, *where)),
+        (_MM.insert_index.default, (index_k, cache, batch["slot_mapping"], layout)),
+        (_MM.paged_index_score.default, (index_q, cache, *where, layout)),
     ]
     _put(graph_module, node, calls, result)
-
-
-def _add_cache(
-    graph_module: fx.GraphModule,
-    name: str,
-    like: fx.Node,
-    shape: tuple[int, ...],
-    context: PassContext,
-    result: PassResult,
-) -> fx.Node:
-    model = like.meta["val"].dtype
-    dtype = model if context.cache_dtype == "auto" else getattr(torch, context.cache_dtype)
-    if dtype != model:
-        result.effect = "quantizing"
-    value = new_symbolic_tensor(graph_module, ("pages", *shape), dtype)
-    return insert_paged_cache._add_placeholder(graph_module, name, value)
 
 
 def _put(

@@ -115,9 +115,14 @@ def row_bytes(head_dim: int) -> int:
     return head_dim // 2 + head_dim // nvfp4.BLOCK
 
 
+def head_dim_of_width(width: int) -> int:
+    """Elements of a head whose rows are ``width`` = d/2 + d/16 bytes."""
+    return width * nvfp4.BLOCK // (nvfp4.BLOCK // 2 + 1)
+
+
 def head_dim_of(cache: Tensor) -> int:
-    """Elements of a head of a cache whose rows are d/2 + d/16 bytes."""
-    return int(cache.shape[-1]) * nvfp4.BLOCK // (nvfp4.BLOCK // 2 + 1)
+    """Elements of a head of an NVFP4 cache."""
+    return head_dim_of_width(int(cache.shape[-1]))
 
 
 def quantize_rows(x: Tensor, global_scale: float = 1.0) -> tuple[Tensor, Tensor]:
