@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmcompile.core.kernel import KernelSource, Parameter
+from mmcompile.core.kernel import KernelParts, KernelSource, Parameter
 
-_HEADER = '''"""{title}
+HEADER = '''"""{title}
 
 Emitted by mmcompile. Self-contained: needs only Triton. Shapes and dtypes are baked in.
 """
@@ -26,7 +26,7 @@ def _python_function(function: Any) -> Any:
     return inner if inspect.isfunction(inner) and type(function).__module__.startswith("triton.") else None
 
 
-def _collect(function: Any, replacements: Mapping[str, Any], seen: dict[str, str]) -> None:
+def collect_functions(function: Any, replacements: Mapping[str, Any], seen: dict[str, str]) -> None:
     """Add the sources of ``function`` and of every jit function it calls to ``seen``, callees first."""
     inner = _python_function(replacements.get(_python_function(function).__name__, function))
     if inner.__name__ in seen:
@@ -34,7 +34,7 @@ def _collect(function: Any, replacements: Mapping[str, Any], seen: dict[str, str
     for name in inner.__code__.co_names:
         callee = inner.__globals__.get(name)
         if callee is not None and _python_function(callee) is not None and name not in seen and name != inner.__name__:
-            _collect(callee, replacements, seen)
+            collect_functions(callee, replacements, seen)
     seen[inner.__name__] = textwrap.dedent(inspect.getsource(inner))
 
 
@@ -51,6 +51,7 @@ def emit_kernel(
     num_warps: int = 4,
     num_stages: int = 2,
     ledger: Mapping[str, bool] | None = None,
+    replicable: bool = False,
 ) -> KernelSource:
     """Write the source of one kernel.
 
@@ -60,15 +61,23 @@ def emit_kernel(
         parameters: run-time arguments of the entry point, in order.
         body: statements of the entry point, e.g. "tile_rms_norm(tl.program_id(0), x, weight, result, N, EPS)".
         intrinsics: jit functions that replace those of the same name (a target's own versions).
+        replicable: see KernelSource.
     """
     sources: dict[str, str] = {}
     for tile in tiles:
-        _collect(tile, intrinsics or {}, sources)
-    lines = [_HEADER.format(title=title)]
+        collect_functions(tile, intrinsics or {}, sources)
+    lines = [HEADER.format(title=title)]
     lines += [f"{key} = tl.constexpr({value})" for key, value in constants.items()]
     functions = "\n\n".join(text.strip() for text in sources.values())
     signature = ", ".join(p.name for p in parameters)
     entry = f"@triton.jit\ndef {name}({signature}):\n{textwrap.indent(textwrap.dedent(body).strip(), '    ')}"
     alias = f"kernel = {name}  # the entry point; profilers show the longer name"
     text = "\n\n\n".join(["\n".join(lines), functions, entry, alias]) + "\n"
-    return KernelSource(name, text, tuple(parameters), grid, num_warps, num_stages, dict(ledger or {}))
+    parts = KernelParts(
+        tuple((key, value.strip()) for key, value in sources.items()),
+        tuple((key, str(value)) for key, value in constants.items()),
+        textwrap.dedent(body).strip(),
+    )
+    return KernelSource(
+        name, text, tuple(parameters), grid, num_warps, num_stages, dict(ledger or {}), parts=parts, replicable=replicable
+    )

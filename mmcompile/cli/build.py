@@ -76,6 +76,9 @@ def build(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of random weights and verification.")] = 0,
     attention: Annotated[str, typer.Option(help="transformers' spelling to capture: sdpa or eager.")] = "sdpa",
+    mono: Annotated[
+        str, typer.Option(help="Merge the launches of a decode step of up to 16 tokens into one: off, layer or step.")
+    ] = "off",
     workers: Annotated[int | None, typer.Option(help="Compiler processes [dim](default: one per core)[/dim].")] = None,
     fix: Annotated[
         list[str] | None, typer.Option(help="Fix a dimension or input of an ONNX model; repeat.", metavar="NAME=VALUE")
@@ -111,6 +114,7 @@ def build(
         seed=seed,
         attention=attention,
         workers=workers,
+        mono=mono,
         fixed=parse_options(fix, "--fix"),
     )
     with show_progress(silent=as_json) as watch:

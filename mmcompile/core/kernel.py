@@ -47,6 +47,20 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class KernelParts:
+    """What an emitted text is made of, so that a merged kernel can be made of several.
+
+    Attributes:
+        functions: (name, text) of the jit functions, callees first. constants: (name, expression) of the module.
+        body: statements of the entry point; it asks for its tile by ``tl.program_id``.
+    """
+
+    functions: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, str], ...]
+    body: str
+
+
+@dataclass(frozen=True)
 class KernelSource:
     """One emitted kernel: self-contained Triton text whose entry point the module calls ``kernel``.
 
@@ -60,6 +74,8 @@ class KernelSource:
             row's four elements in four registers, in tensors [32 * num_warps] element r is thread r. The compiler
             holds the chosen layouts against this. Triton's interpreter cannot run such a kernel, an emulator can.
         max_registers: registers a thread that the assembler may use (NVIDIA); None = its own choice.
+        parts: the pieces of ``text``; None if it cannot become a stage of a merged kernel.
+        replicable: a tile costs so little that every program of a merged kernel may compute it for itself.
     """
 
     name: str
@@ -71,6 +87,8 @@ class KernelSource:
     ledger: dict[str, bool] = field(default_factory=dict)
     lanes: bool = False
     max_registers: int | None = None
+    parts: KernelParts | None = None
+    replicable: bool = False
 
     @property
     def digest(self) -> str:

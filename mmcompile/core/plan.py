@@ -103,9 +103,54 @@ class Launch(Record):
     source: str = ""
     reason: str = ""
 
+    def choose(self, tokens: int | None) -> Choice | None:
+        """The implementation for ``tokens`` (None: for any number); None if the launch runs by its reference."""
+        admits = (c for c in self.choices if c.max_tokens is None or (tokens is not None and tokens <= c.max_tokens))
+        return next(admits, None)
+
+
+class Stage(Record):
+    """One kernel of a phase as a stage of a merged launch.
+
+    ``launch`` and ``kernel``: which of the phase's launches, which of the kernels of its choice. ``body``: branch of
+    the merged kernel. ``waits``: earlier stages whose counters it waits for. ``replicated``: every program computes all
+    of its tiles, into a copy of its own.
+    """
+
+    launch: int
+    kernel: int
+    body: int
+    waits: tuple[int, ...] = ()
+    replicated: bool = False
+
+
+class Schedule(Record):
+    """A phase as one persistent launch (mono-decode) for token counts from ``low`` to ``high``; see core/schedule.py.
+
+    ``kernel``: the merged kernel. ``programs``: co-resident programs of the launch. ``layers``: ranges of stages, from
+    one to before another, that make one launch for each layer. ``private``: byte offset of the buffers of which every
+    program has a copy, in its part of ``private_bytes``. ``seconds``: what a step takes by each mode ("standalone",
+    "layer", "step") by ``basis`` ("cost model", or the GPU that it was measured on); ``mode`` is the one to run.
+    """
+
+    low: int
+    high: int
+    kernel: str
+    programs: int
+    stages: tuple[Stage, ...]
+    layers: tuple[tuple[int, int], ...]
+    private: dict[str, int]
+    private_bytes: int
+    mode: Literal["standalone", "layer", "step"]
+    seconds: dict[str, float]
+    basis: str
+
 
 class Phase(Record):
-    """Launches in order. ``after[i]`` lists the earlier launches that launch i must wait for (indices)."""
+    """Launches in order. ``after[i]`` lists the earlier launches that launch i must wait for (indices).
+
+    ``schedules``: mono-decode by token count, in ascending order; ``unmerged``: why there is none, if it was asked for.
+    """
 
     name: str
     inputs: tuple[str, ...]
@@ -113,6 +158,8 @@ class Phase(Record):
     launches: tuple[Launch, ...]
     after: tuple[tuple[int, ...], ...]
     arena_bytes: int
+    schedules: tuple[Schedule, ...] = ()
+    unmerged: str = ""
 
 
 class Binary(Record):
@@ -173,6 +220,10 @@ class CacheSpec(Record):
     dtype: str
     layers: int
     bytes_per_token: int
+    kv_bytes: int = 0
+    index_bytes: int = 0
+    quantizer: str = ""
+    layouts: dict[str, tuple[str, ...]] = {}
 
 
 class ModelSpec(Record):
@@ -220,10 +271,6 @@ class Manifest(Record):
     targets: dict[str, TargetEntry]
     weights: Literal["packed", "none"]
     files: dict[str, str]
-    kv_bytes: int = 0
-    index_bytes: int = 0
-    quantizer: str = ""
-    layouts: dict[str, tuple[str, ...]] = {}
     digest: str
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mmcompile.driver.compile import compile_sources
 from mmcompile.driver.doors import open_door
+from mmcompile.driver.mono import propose_decode_merges, schedule_decode
 from mmcompile.driver.options import BuildOptions
 from mmcompile.driver.pack import Packer, claim_output
 from mmcompile.driver.progress import Progress, silent
@@ -41,7 +42,9 @@ def build(
                 rewritten.graphs, target.spec, target.kernels, rewritten.symbols, rewritten.outputs,
                 strict=options.strict, portable=options.portable,
             )  # fmt: skip
+            merges = propose_decode_merges(lowered, target, options.mono)
             compiled = compile_sources(lowered.sources, target, options.workers, progress)
+            schedule_decode(lowered, merges, compiled, target, options.mono)
             progress("compiled", compiled.describe(), 1, 1)
             packer.add_target(target.spec, lowered, compiled)
         progress("pack", str(out), 0, 1)

@@ -30,6 +30,7 @@ class BuildOptions:
         score: add a phase that gives the logits of every token (for perplexity).
         attention: "sdpa" or "eager", the spelling of transformers to capture. workers: compiler processes.
         fixed: dimensions and inputs of an ONNX model that become constants.
+        mono: "off", or "layer" or "step" to merge the launches of a decode layer or step into one.
     """
 
     targets: tuple[str, ...] = ("cpu",)
@@ -52,6 +53,7 @@ class BuildOptions:
     attention: str = "sdpa"
     workers: int | None = None
     fixed: dict[str, Any] = field(default_factory=dict)
+    mono: str = "off"
 
     def __post_init__(self) -> None:
         if not self.targets:
@@ -62,6 +64,7 @@ class BuildOptions:
         _check("cache dtype", (self.cache_dtype,), CACHE_DTYPES)
         _check("weights option", (self.weights,), WEIGHTS)
         _check("attention spelling", (self.attention,), ("sdpa", "eager"))
+        _check("mono-decode option", (self.mono,), ("off", "layer", "step"))
         for name in ("max_context", "max_tokens", "max_batch"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")

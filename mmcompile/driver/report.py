@@ -14,7 +14,6 @@ from mmcompile.core.quantities import format_bytes, format_count
 from mmcompile.driver.counts import read_counts
 from mmcompile.driver.summary import (
     assign_layers,
-    choose,
     count_by_operation,
     count_bytes,
     list_phases,
@@ -113,7 +112,7 @@ def draw_layer(plan: Plan) -> dict[str, Any]:
 
 
 def _draw_box(plan: Plan, launch: Launch, row: int) -> dict[str, Any]:
-    chosen = choose(launch, 1)
+    chosen = launch.choose(1)
     views = [v for v in launch.inputs.values() if v is not None]
     weights = {v.buffer: plan.buffers[v.buffer] for v in views if plan.buffers[v.buffer].role in ("weight", "derived")}
     output = launch.outputs[0] if launch.outputs else None

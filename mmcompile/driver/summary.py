@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mmcompile.core.expression import evaluate
-from mmcompile.core.plan import Buffer, Choice, Kernel, Launch, Manifest, Phase, Plan
+from mmcompile.core.plan import Buffer, Kernel, Launch, Manifest, Phase, Plan
 
 _LAYER_NUMBER = re.compile(r"[._](\d+)(?=[._]|$)")
 _PHASES = ("forward", "prefill", "decode", "score", "load")
@@ -122,11 +122,6 @@ def highlight_ledger(expectations: Mapping[str, bool], ledger: Mapping[str, int]
     }
 
 
-def choose(launch: Launch, tokens: int) -> Choice | None:
-    """The implementation that a launch takes for ``tokens``; None if it runs by its reference."""
-    return next((c for c in launch.choices if c.max_tokens is None or tokens <= c.max_tokens), None)
-
-
 def summarise_phase(plan: Plan, phase: Phase) -> dict[str, Any]:
     """Operations and launches of a phase; ``launches`` counts kernels and references at its typical token count.
 
@@ -137,7 +132,7 @@ def summarise_phase(plan: Plan, phase: Phase) -> dict[str, Any]:
     per_layer: Counter[int] = Counter()
     launches = references = 0
     for launch, layer in zip(phase.launches, layers, strict=True):
-        chosen = choose(launch, tokens)
+        chosen = launch.choose(tokens)
         count = len(chosen.kernels) if chosen else 1
         launches, references = launches + count, references + (chosen is None)
         if layer is not None:

@@ -13,7 +13,7 @@ from mmcompile.core.plan import Plan
 from mmcompile.driver.verify_run import GUARD
 from mmcompile.runtime.artifact import Artifact
 from mmcompile.runtime.device_cuda import CudaDriver
-from mmcompile.runtime.device_gpu import PackedArguments
+from mmcompile.runtime.device_driver import PackedArguments
 from mmcompile.targets._interpret import Argument
 from mmcompile.targets._target import Target
 

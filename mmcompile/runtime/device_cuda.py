@@ -114,8 +114,20 @@ class CudaDriver:
             self._check(self._cu.cuFuncSetAttribute(function, attribute, shared))
         return function
 
-    def launch(self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, parameters: int) -> None:
+    def launch(
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared: int,
+        parameters: int,
+        cooperative: bool = False,
+    ) -> None:
         """See Driver."""
+        if cooperative:
+            launch = self._cu.cuLaunchCooperativeKernel
+            self._check(launch(function, *grid, threads, 1, 1, shared, self._stream, parameters))
+            return
         result = self._cu.cuLaunchKernel(function, *grid, threads, 1, 1, shared, self._stream, parameters, 0)
         self._check(result)
 

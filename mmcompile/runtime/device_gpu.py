@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmcompile.core.errors import ArtifactError, RequestError
 from mmcompile.core.plan import Binary, Choice, Kernel, Launch, Phase, Plan, View
+from mmcompile.runtime.device_driver import ALIGNMENT, Driver, PackedArguments, align, wrap_memory
 from mmcompile.runtime.executor import (
     Evaluation,
     Symbols,
@@ -23,93 +23,11 @@ from mmcompile.runtime.executor import (
     memory_by_role,
     torch_dtype,
 )
+from mmcompile.runtime.mono import Merged, MergedMemory, bind_schedule, find_schedule
 from mmcompile.runtime.reference import bind_call
 
-ALIGNMENT = 256
 _PROGRAMS_KEPT = 64
 _REBUILD = "rebuild the artifact with this mmcompile"
-
-
-class Driver(Protocol):
-    """The few calls that a GPU executor needs. Pointers and host addresses are ints, sizes are in bytes.
-
-    Every method raises ToolchainError with the driver's message if the call fails.
-    """
-
-    kind: str
-    device_name: str
-    architecture: str
-
-    def activate(self) -> None:
-        """Make the device current for the calling thread."""
-
-    def allocate(self, size: int) -> int:
-        """Device memory, aligned to at least 256."""
-
-    def allocate_host(self, size: int) -> int:
-        """Page-locked host memory."""
-
-    def copy_to_device(self, pointer: int, address: int, size: int) -> None:
-        """Asynchronous, in stream order; page-locked memory must stay unchanged until ``synchronize``."""
-
-    def copy_to_host(self, address: int, pointer: int, size: int) -> None:
-        """Asynchronous, in stream order."""
-
-    def fill_zero(self, pointer: int, size: int) -> None:
-        """Asynchronous, in stream order."""
-
-    def synchronize(self) -> None:
-        """Wait for everything on the stream."""
-
-    def free_memory(self) -> int:
-        """Bytes free on the device."""
-
-    def load_kernel(self, image: bytes, symbol: str, shared: int) -> Any:
-        """Function of a module, allowed ``shared`` bytes of dynamic shared memory."""
-
-    def launch(self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, parameters: int) -> None:
-        """Queue a launch; ``parameters`` is the address of an array of pointers to the arguments."""
-
-    def begin_capture(self) -> None:
-        """From here on calls are recorded instead of executed."""
-
-    def end_capture(self) -> Any:
-        """The recorded calls as an executable graph."""
-
-    def replay(self, graph: Any) -> None:
-        """Queue a graph."""
-
-    def close(self) -> None:
-        """Free everything that was allocated or loaded."""
-
-
-def align(size: int) -> int:
-    """Round up to the alignment of buffers."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def wrap_memory(address: int, size: int) -> Tensor:
-    """uint8 tensor [size] over host memory that somebody else owns."""
-    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
-
-
-class PackedArguments:
-    """Kernel arguments in memory as the launch calls take them: an array of pointers to 8-byte slots."""
-
-    def __init__(self, values: list[int]) -> None:
-        self._slots = (ctypes.c_uint64 * len(values))(*(value & 0xFFFFFFFFFFFFFFFF for value in values))
-        base = ctypes.addressof(self._slots)
-        self._pointers = (ctypes.c_void_p * len(values))(*(base + 8 * i for i in range(len(values))))
-        self.address = ctypes.addressof(self._pointers)
-
-
-def choose(launch: Launch, symbols: Symbols) -> Choice:
-    """First choice that admits the token count; where there are no tokens, the first without a limit."""
-    tokens = symbols.get("tokens")
-    for choice in launch.choices:
-        if choice.max_tokens is None or (tokens is not None and choice.max_tokens >= tokens):
-            return choice
-    raise ArtifactError(f"no kernel admits {tokens} tokens", where=f"launch {launch.name}", fix=_REBUILD)
 
 
 @dataclass
@@ -120,6 +38,7 @@ class _Program:
     input_bytes: int = 0
     steps: list[Callable[[], None]] = field(default_factory=list)
     outputs: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    merged: Merged | None = None
     graph: Any = None
 
 
@@ -129,6 +48,7 @@ class GpuExecutor:
     Args:
         weights: (buffer name, tensor) pairs of every buffer of role "weight". pages: value of the symbol "pages".
         architecture: key of ``Kernel.binaries``. read_binary: bytes of a binary of the named kernel.
+        mono: "auto" (the mode that each schedule names), or "off", "layer", "step" where there is a schedule.
     """
 
     pads_decode = True
@@ -141,9 +61,11 @@ class GpuExecutor:
         driver: Driver,
         architecture: str,
         read_binary: Callable[[str, Binary], bytes],
+        mono: str = "auto",
     ) -> None:
         self._plan, self._driver, self._architecture = plan, driver, architecture
         self._fixed_symbols = {"pages": pages}
+        self._mono, self._merged_memory = mono, MergedMemory(plan, driver)
         self._programs: dict[tuple[str, tuple[tuple[str, int], ...]], _Program] = {}
         self._graphable = {
             name for name, phase in plan.phases.items() if name == "decode" and all(n.choices for n in phase.launches)
@@ -230,7 +152,7 @@ class GpuExecutor:
         sizes = {
             name: torch.Size(program.outputs[name][1]).numel() * program.outputs[name][2].itemsize for name in outputs
         }
-        needed = sum(map(align, sizes.values()))
+        needed = sum(map(align, sizes.values())) + ALIGNMENT
         if needed > self._returned[1].numel():
             address = self._driver.allocate_host(needed)
             self._returned = address, wrap_memory(address, needed)
@@ -241,7 +163,12 @@ class GpuExecutor:
                 self._driver.copy_to_host(self._returned[0] + position, pointer, size)
             results[name] = self._returned[1][position : position + size].view(dtype).view(shape)
             position += align(size)
+        fault = self._returned[1][position : position + 8].view(torch.int32)
+        if program.merged is not None:
+            self._driver.copy_to_host(self._returned[0] + position, program.merged.fault, 8)
         self._driver.synchronize()
+        if program.merged is not None and int(fault[0]):
+            raise program.merged.explain(int(fault[0]), int(fault[1]))
         return results
 
     def _capture(self, program: _Program) -> Any:
@@ -287,9 +214,17 @@ class GpuExecutor:
         for buffer in self._plan.buffers.values():
             if buffer.offset is not None:
                 pointers[buffer.name] = self._arena + buffer.offset
-        for launch in phase.launches:
-            if launch.choices:
-                program.steps += self._bind_kernels(launch, choose(launch, sizes.symbols), sizes, pointers)
+        schedule = find_schedule(phase, sizes.symbols, self._mono)
+        if schedule is not None:
+            program.merged = bind_schedule(
+                self._merged_memory, schedule, phase, sizes, lambda view: self._locate(view, sizes, pointers),
+                self._functions[schedule.kernel], self._binaries[schedule.kernel],
+            )  # fmt: skip
+        for index, launch in enumerate(phase.launches):
+            if program.merged is not None and index in program.merged.launches:
+                program.steps += program.merged.steps if index == program.merged.launches[0] else ()
+            elif launch.choices:
+                program.steps += self._bind_kernels(launch, _choose(launch, sizes.symbols), sizes, pointers)
             else:
                 program.steps.append(self._bind_fallback(launch, sizes, pointers))
         for name in phase.outputs:
@@ -325,10 +260,11 @@ class GpuExecutor:
         return lambda: launch(function, grid, threads, shared, arguments.address)
 
     def _argument(self, argument: View | str, sizes: Evaluation, pointers: Mapping[str, int]) -> int:
-        if isinstance(argument, str):
-            return sizes.number(argument)
-        itemsize = torch_dtype(self._plan.buffers[argument.buffer]).itemsize
-        return _find_pointer(pointers, argument.buffer) + sizes.number(argument.offset) * itemsize
+        return sizes.number(argument) if isinstance(argument, str) else self._locate(argument, sizes, pointers)
+
+    def _locate(self, view: View, sizes: Evaluation, pointers: Mapping[str, int]) -> int:
+        itemsize = torch_dtype(self._plan.buffers[view.buffer]).itemsize
+        return _find_pointer(pointers, view.buffer) + sizes.number(view.offset) * itemsize
 
     def _scratch_for(self, kind: str, size: int) -> int:
         """Scratch memory that the launches share, as they run one after the other; 0 if none is needed."""
@@ -393,3 +329,13 @@ def _find_pointer(pointers: Mapping[str, int], name: str) -> int:
     if name not in pointers:
         raise ArtifactError(f"buffer {name!r} has no place in the arena", fix=_REBUILD)
     return pointers[name]
+
+
+def _choose(launch: Launch, symbols: Symbols) -> Choice:
+    """The choice for the token count; where there are no tokens, the first without a limit."""
+    choice = launch.choose(symbols.get("tokens"))
+    if choice is None:
+        raise ArtifactError(
+            f"no kernel admits {symbols.get('tokens')} tokens", where=f"launch {launch.name}", fix=_REBUILD
+        )
+    return choice

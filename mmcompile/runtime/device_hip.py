@@ -162,8 +162,21 @@ class HipDriver:
             self._modules[image] = self._handle("hipModuleLoadData", image)
         return self._handle("hipModuleGetFunction", self._modules[image], symbol.encode())
 
-    def launch(self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, parameters: int) -> None:
+    def launch(
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared: int,
+        parameters: int,
+        cooperative: bool = False,
+    ) -> None:
         """See Driver."""
+        if cooperative:
+            self._call(
+                "hipModuleLaunchCooperativeKernel", function, *grid, threads, 1, 1, shared, self._stream, parameters
+            )
+            return
         self._call("hipModuleLaunchKernel", function, *grid, threads, 1, 1, shared, self._stream, parameters, None)
 
     def begin_capture(self) -> None:

@@ -113,6 +113,7 @@ def _emit(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSou
             grid=(str(x.shape[0]), "1", "1"),
             num_warps=_warps(width, spec),
             num_stages=1,
+            replicable=True,
         ),
     )
 

@@ -1,0 +1,54 @@
+"""Mono-decode in a build: merged kernels before compilation, schedules after it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from mmcompile.driver.compile import Compiled
+from mmcompile.driver.summary import assign_layers
+from mmcompile.lower.merge import Merge, Mode, Scheduler, propose_merges
+from mmcompile.lower.plan import Lowered
+from mmcompile.targets._target import Target
+
+PHASE = "decode"
+MOST_PROGRAMS_A_UNIT = 4
+
+
+def propose_decode_merges(lowered: Lowered, target: Target, mono: str) -> list[Merge]:
+    """Add the merged kernels of the decode phase to the sources to compile."""
+    if mono == "off" or PHASE not in lowered.plan.phases or not target.spec.backend:
+        return []
+    from mmcompile.targets._merge import merge_kernels, refuse_merge
+
+    phase = lowered.plan.phases[PHASE]
+    merges, reason = propose_merges(phase, lowered.sources, refuse_merge)
+    for merge in merges:
+        if merge.name not in lowered.sources:
+            sources = [lowered.sources[name] for name in merge.kernels]
+            lowered.sources[merge.name] = merge_kernels(merge.name, sources, target.spec)
+    _update(lowered, unmerged=reason)
+    return merges
+
+
+def schedule_decode(lowered: Lowered, merges: list[Merge], compiled: Compiled, target: Target, mono: str) -> None:
+    """Give the decode phase its schedules; what the proof refuses stops the build."""
+    if not merges:
+        return
+    from mmcompile.targets._merge import count_resident
+
+    plan, spec = lowered.plan, target.spec
+    phase = plan.phases[PHASE]
+    scheduler = Scheduler(plan, phase, lowered.sources, spec, assign_layers(plan, phase))
+    schedules = []
+    for merge in merges:
+        binaries = compiled.kernels[merge.name].values()
+        resident = min(count_resident(binary.metadata, spec) for binary in binaries)
+        programs = min(resident, MOST_PROGRAMS_A_UNIT) * spec.units
+        schedules.append(scheduler.make(merge, merge.name, programs, resident * spec.units, cast(Mode, mono)))
+    _update(lowered, schedules=tuple(schedules))
+
+
+def _update(lowered: Lowered, **changes: object) -> None:
+    plan = lowered.plan
+    phase = plan.phases[PHASE].model_copy(update=changes)
+    lowered.plan = plan.model_copy(update={"phases": plan.phases | {PHASE: phase}})

@@ -1,0 +1,258 @@
+"""Mono-decode: which kernels of a phase become one persistent launch, and its proven schedule."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mmcompile.core.kernel import KernelSource
+from mmcompile.core.ops.define import get_op
+from mmcompile.core.plan import Buffer, KernelLaunch, Launch, Phase, Plan, Schedule, Stage, View
+from mmcompile.core.schedule import (
+    MOST_ARGUMENTS,
+    Access,
+    Placed,
+    choose_waits,
+    find_conflicts,
+    list_targets,
+    place_stages,
+    prove_schedule,
+)
+from mmcompile.core.spec import TargetSpec
+from mmcompile.lower.memory import Lifetime, plan_memory, size_of
+
+MOST_TOKENS = 16
+REPLICATED_TOKENS = 2
+"""Up to so many tokens a row operation costs less on every program than waiting for the one that did it."""
+LAUNCH_SECONDS, WAIT_SECONDS, BANDWIDTH_SHARE = 2.2e-6, 1.2e-6, 0.9
+"""Cost model: ramp and gap of a launch in a graph, a wait between stages, share of the bandwidth (as on an H200)."""
+
+Mode = Literal["standalone", "layer", "step"]
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Kernels of a phase that make one launch for token counts from ``low`` to ``high``.
+
+    ``places``: (launch, kernel of its choice) of every stage. ``kernels``: the different ones, in order of appearance.
+    """
+
+    low: int
+    high: int
+    places: tuple[tuple[int, int], ...]
+    kernels: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the merged kernel: the same for the same kernels."""
+        return f"mono_decode_{hashlib.sha256(repr(self.kernels).encode()).hexdigest()[:8]}"
+
+
+def propose_merges(
+    phase: Phase, sources: Mapping[str, KernelSource], refuse: Callable[[KernelSource], str | None]
+) -> tuple[list[Merge], str]:
+    """For every range of token counts up to 16 the longest run of launches that can be merged, and why others cannot.
+
+    refuse: why a kernel cannot become a stage, or None.
+    """
+    limits = {c.max_tokens for launch in phase.launches for c in launch.choices if c.max_tokens}
+    bounds = sorted({limit for limit in limits if limit < MOST_TOKENS} | {REPLICATED_TOKENS, MOST_TOKENS})
+    merges, reasons, low = [], {}, 1
+    for high in bounds:
+        run: list[int] = []
+        best: list[int] = []
+        for index, launch in enumerate(phase.launches):
+            reason = _refuse_launch(launch, high, sources, refuse)
+            if reason is not None:
+                reasons[f"{launch.op}: {reason}"] = None
+            run = [*run, index] if reason is None else []
+            best = run if len(run) > len(best) else best
+        if len(best) > 1:
+            merges.append(_make_merge(phase, low, high, best))
+        low = high + 1
+    return merges, "; ".join(sorted(reasons))
+
+
+def _refuse_launch(
+    launch: Launch, tokens: int, sources: Mapping[str, KernelSource], refuse: Callable[[KernelSource], str | None]
+) -> str | None:
+    choice = launch.choose(tokens)
+    if choice is None:
+        return "it has no kernel"
+    for kernel in choice.kernels:
+        reason = refuse(sources[kernel.kernel])
+        if reason is not None:
+            return reason
+        if sum(isinstance(a, View) for a in kernel.arguments) > MOST_ARGUMENTS:
+            return f"its kernel takes more than {MOST_ARGUMENTS} pointers"
+    return None
+
+
+def _make_merge(phase: Phase, low: int, high: int, run: Sequence[int]) -> Merge:
+    places, kernels = [], {}
+    for index in run:
+        choice = phase.launches[index].choose(high)
+        assert choice is not None
+        for number, kernel in enumerate(choice.kernels):
+            places.append((index, number))
+            kernels[kernel.kernel] = None
+    return Merge(low, high, tuple(places), tuple(kernels))
+
+
+@dataclass
+class Scheduler:
+    """Makes the schedules of one plan's phase. ``layers``: layer of every launch, None outside the layers."""
+
+    plan: Plan
+    phase: Phase
+    sources: Mapping[str, KernelSource]
+    spec: TargetSpec
+    layers: Sequence[int | None]
+    _written: dict[int, frozenset[str]] = field(default_factory=dict)
+
+    def make(self, merge: Merge, kernel: str, programs: int, resident: int, wanted: Mode) -> Schedule:
+        """Place, choose waits for all token counts of the range, and prove the result for each of them.
+
+        wanted: "layer" or "step"; the faster of it and "standalone" becomes the mode. Raises LoweringError where the
+        proof fails.
+        """
+        launches = [self._kernel(merge, i) for i in range(len(merge.places))]
+        private = self._find_private(merge)
+        stages = [
+            Stage(launch=launch, kernel=number, body=merge.kernels.index(record.kernel),
+                  replicated=self._is_replicated(merge, i, private))
+            for i, ((launch, number), record) in enumerate(zip(merge.places, launches, strict=True))
+        ]  # fmt: skip
+        symbols = self.plan.symbols | {"tokens": merge.high, "batch": merge.high}
+        offsets, private_bytes = self._place_private(merge, private, symbols)
+        conflicts = find_conflicts([self._list_accesses(merge, i, private, symbols) for i in range(len(stages))])
+        placements = [
+            self._place(merge, stages, tokens, programs) for tokens in range(merge.low, merge.high + 1)
+        ]
+        waits: list[set[int]] = [set() for _ in stages]
+        for placed in placements:
+            for index, chosen in enumerate(choose_waits(placed, conflicts)):
+                waits[index].update(chosen)
+        ordered = [tuple(sorted(w, reverse=True)) for w in waits]
+        stages = [s.model_copy(update={"waits": w}) for s, w in zip(stages, ordered, strict=True)]
+        for placed in placements:
+            prove_schedule(placed, ordered, list_targets(placed, stages), conflicts, resident)
+        seconds = self._estimate(merge, stages)
+        mode: Mode = wanted if seconds[wanted] < seconds["standalone"] else "standalone"
+        return Schedule(
+            low=merge.low, high=merge.high, kernel=kernel, programs=programs, stages=tuple(stages),
+            layers=self._split_layers(merge), private=offsets, private_bytes=private_bytes, mode=mode,
+            seconds=seconds, basis="cost model",
+        )  # fmt: skip
+
+    def _kernel(self, merge: Merge, index: int) -> KernelLaunch:
+        launch, number = merge.places[index]
+        choice = self.phase.launches[launch].choose(merge.high)
+        assert choice is not None
+        return choice.kernels[number]
+
+    def _place(self, merge: Merge, stages: Sequence[Stage], tokens: int, programs: int) -> list[Placed]:
+        records = [self._kernel(merge, i) for i in range(len(stages))]
+        names = [self.phase.launches[s.launch].name for s in stages]
+        symbols = self.plan.symbols | {"tokens": tokens, "batch": tokens}
+        return place_stages(stages, names, [r.grid for r in records], symbols, programs)
+
+    def _is_replicated(self, merge: Merge, index: int, private: set[str]) -> bool:
+        launch = self.phase.launches[merge.places[index][0]]
+        return bool(launch.outputs) and all(view.buffer in private for view in launch.outputs)
+
+    def _find_private(self, merge: Merge) -> set[str]:
+        """Results of cheap row operations that only the run reads: every program may have its own."""
+        if merge.high > REPLICATED_TOKENS:
+            return set()
+        run = {launch for launch, _ in merge.places}
+        outside = {
+            view.buffer
+            for i, launch in enumerate(self.phase.launches) if i not in run
+            for view in (*launch.inputs.values(), *launch.outputs) if view is not None
+        }  # fmt: skip
+        found: set[str] = set()
+        for index in range(len(merge.places)):
+            launch = self.phase.launches[merge.places[index][0]]
+            names = {view.buffer for view in launch.outputs}
+            temporary = all(self.plan.buffers[name].role == "temporary" for name in names)
+            if self.sources[self._kernel(merge, index).kernel].replicable and temporary and not names & outside:
+                found |= names
+        return found
+
+    def _place_private(
+        self, merge: Merge, private: set[str], symbols: Mapping[str, int]
+    ) -> tuple[dict[str, int], int]:
+        """Offsets of the private buffers in a program's part; those never alive together share memory."""
+        lifetimes: dict[str, Lifetime] = {}
+        for index in range(len(merge.places)):
+            for view in self._kernel(merge, index).arguments:
+                if isinstance(view, View) and view.buffer in private:
+                    first = lifetimes[view.buffer].first if view.buffer in lifetimes else index
+                    lifetimes[view.buffer] = Lifetime(first, index)
+        return plan_memory([self.plan.buffers[name] for name in sorted(lifetimes)], lifetimes, symbols)
+
+    def _list_accesses(
+        self, merge: Merge, index: int, private: set[str], symbols: Mapping[str, int]
+    ) -> list[Access]:
+        """Memory that a stage shares with others; weights and private copies are nobody else's concern."""
+        written = self._list_written(merge.places[index][0])
+        inputs = {v.buffer for v in self.phase.launches[merge.places[index][0]].inputs.values() if v is not None}
+        found = {}
+        for view in self._kernel(merge, index).arguments:
+            if not isinstance(view, View) or view.buffer in private:
+                continue
+            buffer = self.plan.buffers[view.buffer]
+            if buffer.role in ("weight", "derived", "input"):
+                continue
+            writes = view.buffer in written or view.buffer not in inputs
+            found[view.buffer] = _locate(buffer, symbols, writes)
+        return list(found.values())
+
+    def _list_written(self, index: int) -> frozenset[str]:
+        """Buffers that a launch writes: its results and the inputs that its operation mutates."""
+        if index not in self._written:
+            launch = self.phase.launches[index]
+            names = {view.buffer for view in launch.outputs}
+            if launch.op.startswith("mm."):
+                mutated = get_op(launch.op.removeprefix("mm.")).mutates
+                names |= {view.buffer for name in mutated if (view := launch.inputs.get(name)) is not None}
+            self._written[index] = frozenset(names)
+        return self._written[index]
+
+    def _split_layers(self, merge: Merge) -> tuple[tuple[int, int], ...]:
+        """Ranges of stages that make a launch each: a layer with what comes before it, and the rest."""
+        starts, current = [0], self.layers[merge.places[0][0]]
+        for index, (launch, _) in enumerate(merge.places):
+            layer = self.layers[launch]
+            if layer != current and current is not None:
+                starts.append(index)
+            current = layer
+        return tuple(zip(starts, [*starts[1:], len(merge.places)], strict=True))
+
+    def _estimate(self, merge: Merge, stages: Sequence[Stage]) -> dict[str, float]:
+        """Seconds of the run by each mode for the fewest tokens of the range, weights read once."""
+        weights = {
+            view.buffer
+            for i in range(len(stages))
+            for view in self._kernel(merge, i).arguments
+            if isinstance(view, View) and self.plan.buffers[view.buffer].role == "weight"
+        }
+        symbols = self.plan.symbols | {"tokens": merge.low, "batch": merge.low}
+        size = sum(size_of(self.plan.buffers[name], symbols) for name in weights)
+        read = size / (BANDWIDTH_SHARE * self.spec.memory_bandwidth)
+        waits = WAIT_SECONDS * sum(bool(stage.waits) for stage in stages)
+        layers = len(self._split_layers(merge))
+        return {
+            "standalone": read + LAUNCH_SECONDS * len(stages),
+            "layer": read + waits + (LAUNCH_SECONDS - WAIT_SECONDS) * layers,
+            "step": read + waits + LAUNCH_SECONDS,
+        }
+
+
+def _locate(buffer: Buffer, symbols: Mapping[str, int], writes: bool) -> Access:
+    if buffer.offset is None:
+        return Access(buffer.name, 0, 1, writes)
+    return Access("arena", buffer.offset, buffer.offset + size_of(buffer, symbols), writes)

@@ -1,0 +1,133 @@
+"""Mono-decode at run time: a schedule's table, counters and private copies on the device, and its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from mmcompile.core.errors import ToolchainError
+from mmcompile.core.plan import Binary, KernelLaunch, Phase, Plan, Schedule, View
+from mmcompile.core.schedule import COUNTER_STRIDE, FAULT, Placed, build_table, list_targets, place_stages
+from mmcompile.runtime.device_driver import Driver, PackedArguments
+from mmcompile.runtime.executor import Evaluation
+
+_CODE_STAGE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The bound launches of a schedule: what they cover of the phase, their steps, and where their watchdog reports."""
+
+    launches: range
+    steps: tuple[Callable[[], None], ...]
+    schedule: Schedule
+    placed: tuple[Placed, ...]
+    fault: int
+
+    def explain(self, code: int, found: int) -> ToolchainError:
+        """The error for what the watchdog found: the code of a wait in vain and the value of its counter."""
+        stage, program = code % _CODE_STAGE - 1, code // _CODE_STAGE
+        waits = self.schedule.stages[stage].waits
+        targets = list_targets(self.placed, self.schedule.stages)
+        awaited = ", ".join(f"{self.placed[w].name} ({targets[w]} arrivals)" for w in waits)
+        return ToolchainError(
+            f"a merged decode launch hangs: program {program} waited in vain before stage {stage} "
+            f"({self.placed[stage].name}) for {awaited}; it saw {found}",
+            fix="load the artifact with mono='off', and report the schedule",
+        )
+
+
+def find_schedule(phase: Phase, symbols: Mapping[str, int], mono: str) -> Schedule | None:
+    """The schedule to run a phase by: of the artifact's own choice ("auto") or the named mode; None for standalone."""
+    tokens = symbols.get("tokens", 0)
+    for schedule in phase.schedules:
+        if schedule.low <= tokens <= schedule.high:
+            mode = schedule.mode if mono == "auto" else mono
+            return None if mode in ("off", "standalone") else schedule.model_copy(update={"mode": mode})
+    return None
+
+
+@dataclass
+class MergedMemory:
+    """Device memory of the schedules of an executor; launches run one after the other, so each has one set."""
+
+    plan: Plan
+    driver: Driver
+    _counters: dict[str, int] = field(default_factory=dict)
+    _private: dict[int, int] = field(default_factory=dict)
+    _tables: dict[bytes, int] = field(default_factory=dict)
+
+    def counters(self, schedule: Schedule) -> int:
+        """Zeroed counters; the last program of a launch leaves them zeroed again."""
+        key = f"{schedule.kernel} {schedule.low}"
+        if key not in self._counters:
+            size = 4 * COUNTER_STRIDE * (len(schedule.stages) + 1)
+            self._counters[key] = self.driver.allocate(size)
+            self.driver.fill_zero(self._counters[key], size)
+        return self._counters[key]
+
+    def private(self, schedule: Schedule) -> int:
+        """The programs' parts, one after the other."""
+        size = schedule.programs * schedule.private_bytes
+        if size and size not in self._private:
+            self._private[size] = self.driver.allocate(size)
+        return self._private.get(size, 0)
+
+    def table(self, data: bytes) -> int:
+        """A copy of ``data`` on the device."""
+        if data not in self._tables:
+            host = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._tables[data] = self.driver.allocate(len(data))
+            self.driver.copy_to_device(self._tables[data], host.data_ptr(), len(data))
+            self.driver.synchronize()
+        return self._tables[data]
+
+
+def bind_schedule(
+    memory: MergedMemory,
+    schedule: Schedule,
+    phase: Phase,
+    sizes: Evaluation,
+    locate: Callable[[View], int],
+    function: object,
+    binary: Binary,
+) -> Merged:
+    """Fill the table for these symbol values and make the launches of the schedule's mode.
+
+    locate: device address of a view.
+    """
+    records = [_find_kernel(phase, schedule, index) for index in range(len(schedule.stages))]
+    names = [phase.launches[stage.launch].name for stage in schedule.stages]
+    placed = place_stages(schedule.stages, names, [r.grid for r in records], sizes.symbols, schedule.programs)
+    base = memory.private(schedule)
+
+    def bind(view: View) -> tuple[int, int]:
+        if view.buffer not in schedule.private:
+            return locate(view), 0
+        itemsize = getattr(torch, memory.plan.buffers[view.buffer].dtype).itemsize
+        return base + schedule.private[view.buffer] + sizes.number(view.offset) * itemsize, schedule.private_bytes
+
+    arguments = [[bind(a) for a in record.arguments if isinstance(a, View)] for record in records]
+    table = memory.table(build_table(placed, schedule.stages, arguments).tobytes())
+    counters = memory.counters(schedule)
+    ranges = schedule.layers if schedule.mode == "layer" else ((0, len(schedule.stages)),)
+    symbols = memory.plan.kernels[schedule.kernel].parameters[4:]
+    values = [sizes.number(name) for name, _ in symbols]
+    threads, driver = binary.num_warps * binary.warp_size, memory.driver
+    packed = [PackedArguments([table, counters, first, last, *values, 0, 0]) for first, last in ranges]
+    grid = (schedule.programs, 1, 1)
+    steps = tuple(
+        lambda a=a.address, keep=a: driver.launch(function, grid, threads, binary.shared, a, cooperative=True)
+        for a in packed
+    )
+    covered = range(schedule.stages[0].launch, schedule.stages[-1].launch + 1)
+    return Merged(covered, steps, schedule, tuple(placed), counters + 4 * FAULT)
+
+
+def _find_kernel(phase: Phase, schedule: Schedule, index: int) -> KernelLaunch:
+    stage = schedule.stages[index]
+    choice = phase.launches[stage.launch].choose(schedule.high)
+    assert choice is not None
+    return choice.kernels[stage.kernel]

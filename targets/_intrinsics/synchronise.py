@@ -1,0 +1,25 @@
+"""How the programs of a merged kernel wait for each other: a counter is reached, an arrival is counted."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for(counter, target, fault, code):
+    """Wait until ``counter`` holds ``target`` and acquire what was written before; False after a second in vain.
+
+    ``fault``: two words, (code of the wait, value found) of the first wait in vain; 0 as long as there is none.
+    """
+    reached = tl.atomic_poll(counter, target, sem="acquire", scope="gpu", timeout_ns=1000000000)
+    if not reached:
+        found = tl.atomic_load(counter, sem="relaxed", scope="gpu")
+        if tl.atomic_cas(fault, 0, code) == 0:
+            tl.store(fault + 1, found)
+    return reached
+
+
+@triton.jit
+def count_arrival(counter):
+    """Release what this program wrote and add one to ``counter``; returns its value before."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")

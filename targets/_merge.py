@@ -1,0 +1,188 @@
+"""Emit one persistent kernel of many: the stages of a decode step as branches that call the same tile functions."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmcompile.core.kernel import KernelParts, KernelSource, Parameter
+from mmcompile.core.schedule import ARGUMENTS, COUNTER_STRIDE, FINISH, STAGE_WORDS, WAITS
+from mmcompile.core.spec import TargetSpec
+from mmcompile.targets._emit import HEADER, collect_functions
+from mmcompile.targets._intrinsics import synchronise, synchronise_cuda, synchronise_hip
+
+NUM_WARPS = 4
+_OWN = (Parameter("table", "*i64", "table"), Parameter("counters", "*i32", "counters"),
+        Parameter("first", "i32", "first"), Parameter("last", "i32", "last"))  # fmt: skip
+_PROGRAM = re.compile(r"\btl\.program_id\(([012])\)")
+_INTRINSICS = {"cuda": synchronise_cuda, "hip": synchronise_hip}
+
+
+def refuse_merge(source: KernelSource) -> str | None:
+    """The reason why a kernel cannot become a stage, or None: its tiles must know their place from the entry only."""
+    if source.parts is None:
+        return "its text is not made of tile functions"
+    if source.num_warps > NUM_WARPS:
+        return f"it needs {source.num_warps} warps, a stage has {NUM_WARPS}"
+    texts = [text for _, text in source.parts.functions]
+    if any(word in text for text in texts for word in ("tl.program_id", "tl.num_programs")):
+        return "a tile function asks for its place in the grid"
+    if "num_programs" in source.parts.body:
+        return "it depends on the number of programs"
+    return None
+
+
+@dataclass
+class _Names:
+    """Functions and constants of the merged text: equal ones are shared, others of the same name get a number."""
+
+    functions: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, str] = field(default_factory=dict)
+
+    def add(self, parts: KernelParts, number: int) -> tuple[str, dict[str, str]]:
+        """Take in the pieces of stage ``number``: its body with the names it must use, and its local constants."""
+        renamed: dict[str, str] = {}
+        local = dict(parts.constants)
+        for name, text in parts.functions:
+            for constant in _free_names(text) & local.keys():
+                renamed[constant] = f"{constant}_{number}"
+                self.constants[renamed[constant]] = local[constant]
+            text = _rename(text, renamed)
+            if self.functions.get(name, text) != text:
+                renamed[name] = f"{name}_{number}"
+                text = _rename(text, {name: renamed[name]})
+            self.functions.setdefault(renamed.get(name, name), text)
+        return _rename(parts.body, {k: v for k, v in renamed.items() if k not in local}), local
+
+
+def _rename(text: str, names: dict[str, str]) -> str:
+    return re.sub(r"\b[A-Za-z_]\w*\b", lambda word: names.get(word[0], word[0]), text) if names else text
+
+
+def _free_names(text: str) -> set[str]:
+    """Names that a function reads and does not bind."""
+    function = ast.parse(text).body[0]
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    bound = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    bound |= {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    return {node.id for node in names} - bound
+
+
+def _write_stage(number: int, source: KernelSource, names: _Names) -> str:
+    """The function of one stage: the kernel's entry point with its place in the grid as parameters."""
+    assert source.parts is not None
+    body, local = names.add(source.parts, number)
+    lines = [f"{name}: tl.constexpr = {value}" for name, value in local.items()]
+    lines.append(_PROGRAM.sub(r"program_\1", body))
+    signature = ", ".join(["program_0", "program_1", "program_2", *(p.name for p in source.parameters)])
+    text = textwrap.indent("\n".join(lines), "    ")
+    return f'@triton.jit\ndef stage_{number}({signature}):\n    """{source.name}"""\n{text}'
+
+
+def _write_branch(number: int, source: KernelSource) -> str:
+    """Load the arguments of the stage from its row of the table and walk this program's tiles."""
+    lines, arguments, slot = [], [], 0
+    for parameter in source.parameters:
+        if not parameter.type.startswith("*"):
+            arguments.append(parameter.value)
+            continue
+        dtype = _POINTERS[parameter.type[1:]]
+        lines.append(f"a{slot} = load_pointer(row, {slot}, program, {dtype})")
+        arguments.append(f"a{slot}")
+        slot += 1
+    call = ", ".join(["tile % x", "tile // x % y", "tile // (x * y)", *arguments])
+    lines += ["for tile in range(begin, tiles, step):", f"    stage_{number}({call})"]
+    return f"{'if' if number == 0 else 'elif'} body == {number}:\n" + textwrap.indent("\n".join(lines), "    ")
+
+
+_POINTERS = {
+    "bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32", "fp8e4nv": "tl.float8e4nv",
+    "u8": "tl.uint8", "i8": "tl.int8", "i32": "tl.int32", "i64": "tl.int64",
+}  # fmt: skip
+_LOAD_POINTER = f'''@triton.jit
+def load_pointer(row, slot: tl.constexpr, program, dtype: tl.constexpr):
+    """Argument ``slot`` of a stage: an address and how far the copies of the programs lie apart."""
+    address = tl.load(row + {ARGUMENTS} + 2 * slot) + tl.load(row + {ARGUMENTS} + 2 * slot + 1) * program
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)'''
+_ENTRY = f'''@triton.jit
+def {{name}}({{signature}}):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    stage = first
+    while stage < last:
+        row = table + stage * {STAGE_WORDS}
+        body, tiles = tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32)
+        x, y = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
+        base, replicated = tl.load(row + 4).to(tl.int32), tl.load(row + 5)
+        waits, awaited = tl.load(row + 6).to(tl.int32), tl.load(row + 7)
+        begin, step = (program + programs - base) % programs, programs
+        if replicated != 0:
+            begin, step = 0, 1
+        following = stage + 1
+        if begin < tiles:
+            for wait in range(waits):
+                source = tl.load(row + {WAITS} + 2 * wait).to(tl.int32)
+                target = tl.load(row + {WAITS + 1} + 2 * wait).to(tl.int32)
+                if source >= first:
+                    place = counters + (source + 1) * {COUNTER_STRIDE}
+                    if not wait_for(place, target, counters + 1, stage + 1 + program * 65536):
+                        following = last
+            if following <= stage + 1:
+{{branches}}
+                if awaited != 0:
+                    count_arrival(counters + (stage + 1) * {COUNTER_STRIDE})
+        stage = following
+    if count_arrival(counters + {FINISH}) == programs - 1:
+        for start in range(first, last, 1024):
+            stages = start + tl.arange(0, 1024)
+            tl.store(counters + (stages + 1) * {COUNTER_STRIDE}, 0, mask=stages < last)
+        tl.store(counters + {FINISH}, 0)'''
+
+
+def merge_kernels(name: str, sources: Sequence[KernelSource], spec: TargetSpec) -> KernelSource:
+    """Write one persistent kernel whose body ``i`` is ``sources[i]``; none of them may be refused by refuse_merge.
+
+    Its parameters are the table of stages (see core/schedule.py), the counters, the first stage and the one after the
+    last, and the symbols that the sources ask for.
+    """
+    names = _Names()
+    functions: dict[str, str] = {}
+    replacements: Any = vars(_INTRINSICS[spec.backend])
+    for function in (synchronise.wait_for, synchronise.count_arrival):
+        collect_functions(function, replacements, functions)
+    stages = [_write_stage(number, source, names) for number, source in enumerate(sources)]
+    symbols = sorted({p.value for s in sources for p in s.parameters if not p.type.startswith("*")})
+    parameters = (*_OWN, *(Parameter(symbol, "i32", symbol) for symbol in symbols))
+    branches = textwrap.indent("\n".join(_write_branch(n, s) for n, s in enumerate(sources)), " " * 16)
+    entry = _ENTRY.format(name=name, signature=", ".join(p.name for p in parameters), branches=branches)
+    constants = [f"{key} = tl.constexpr({value})" for key, value in names.constants.items()]
+    title = "A decode step as one launch: every program walks the stages of the table in order."
+    head = "\n".join([HEADER.format(title=title), *constants])
+    alias = f"kernel = {name}  # the entry point; profilers show the longer name"
+    tiles = [text.strip() for text in names.functions.values()]
+    text = "\n\n\n".join([head, *(t.strip() for t in functions.values()), *tiles, _LOAD_POINTER, *stages, entry, alias])
+    ledger = {key: value for source in sources for key, value in source.ledger.items()}
+    stages_kept = max(source.num_stages for source in sources)
+    return KernelSource(name, text + "\n", parameters, ("programs", "1", "1"), NUM_WARPS, stages_kept, ledger)
+
+
+def count_resident(metadata: dict[str, Any], spec: TargetSpec) -> int:
+    """Programs of a compiled kernel that one unit holds at once, from its registers, shared memory and threads.
+
+    NVIDIA: 65536 registers, given out to warps in 256s, and 1 KB of shared memory beside each program's. AMD: 512
+    vector registers a lane for the waves of each of four SIMDs, given out in eights. Facts of each architecture's
+    occupancy tables.
+    """
+    warps, shared = int(metadata["num_warps"]), int(metadata["shared"])
+    by_threads = spec.threads_per_unit // (warps * spec.warp_size)
+    registers = -(-max(int(metadata["registers"]), 1) // 8) * 8
+    if spec.backend == "hip":
+        by_registers = 4 * (512 // registers) // warps
+        by_shared = spec.shared_memory_per_block // max(shared, 1)
+    else:
+        by_registers = 65536 // (registers * spec.warp_size) // warps
+        by_shared = (spec.shared_memory_per_block + 1024) // (shared + 1024)
+    return min(by_threads, by_registers, by_shared)
