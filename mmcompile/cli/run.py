@@ -23,6 +23,8 @@ mmcompile run out --prompt "Once upon a time" --raw --temperature 0.8 --top-p 0.
 mmcompile run out --prompt "Hello" --prompt "Tell me a joke"     (served as one batch)
 
 mmcompile run out --ids 1,2,3 --max-new-tokens 8 --json          (no tokenizer needed)
+
+mmcompile run out --ids 1,2,3 --random-weights 0                 (built with --weights none)
 """
 
 
@@ -56,6 +58,10 @@ def run(
     top_k: Annotated[int, typer.Option(help="Choose among the k likeliest; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest of this mass; 1 is off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of sampling: the same seed gives the same tokens.")] = 0,
+    random_weights: Annotated[
+        int | None,
+        typer.Option(help="Seed of random weights, for an artifact built with --weights none.", min=0, metavar="SEED"),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message of the chat template.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Tokens per second and memory, on stderr.")] = False,
@@ -68,8 +74,17 @@ def run(
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     prompts = _collect_prompts(prompt, prompt_file, ids)
     started = time.perf_counter()
-    engine = load(artifact, target=target, device=device, seed=seed)  # type: ignore[arg-type]
+    engine = load(
+        artifact,
+        target=target,
+        device=device,
+        seed=seed,
+        random_weights=random_weights,  # type: ignore[arg-type]
+    )
     load_seconds = time.perf_counter() - started
+    if random_weights is not None:
+        note = f"the weights are random (seed {random_weights}): the answer means nothing"
+        make_console(stderr=True).print(note, style="yellow", markup=False)
     try:
         if not isinstance(engine, Engine):
             raise RequestError(

@@ -166,8 +166,7 @@ class Packer:
 
     def finish(self) -> Manifest:
         """Write weights, tokenizer, report and manifest."""
-        if self._has_weights():
-            self._write_weights()
+        self._write_weights()
         if self.captured.tokenizer is not None:
             (self.folder / "tokenizer.json").write_bytes(self.captured.tokenizer)
         manifest = self._make_manifest()
@@ -182,12 +181,18 @@ class Packer:
         return not any(t.is_meta for t in self.weights.values())
 
     def _write_weights(self) -> None:
-        """Shards of about a gigabyte, tensors in name order."""
+        """Shards of about a gigabyte, tensors in name order.
+
+        What was captured without values is left out; tables of angles are no parameters and are there in any case.
+        """
+        kept = sorted(name for name, tensor in self.weights.items() if not tensor.is_meta)
+        if not kept:
+            return
         folder = self.folder / "weights"
         folder.mkdir()
         shard: dict[str, torch.Tensor] = {}
         size, number = 0, 0
-        for name in sorted(self.weights):
+        for name in kept:
             tensor = self.weights[name].detach().contiguous()
             if shard and size + tensor.nbytes > _SHARD_BYTES:
                 save_file(shard, folder / f"weights-{number:05d}.safetensors")

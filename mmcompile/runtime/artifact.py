@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mmcompile.core.errors import ArtifactError
+from mmcompile.core.errors import ArtifactError, UsageError
 from mmcompile.core.plan import SCHEMA_VERSION, Binary, Buffer, Manifest, Plan, Record, seal
 from mmcompile.runtime.executor import torch_dtype
 from mmcompile.runtime.layouts import check_cache_layouts
@@ -101,31 +101,37 @@ class Artifact:
             raise ArtifactError(f"not the binary that the plan names for {kernel}", where=str(path), fix=_REBUILD)
         return data
 
-    def read_weights(self, buffers: dict[str, Buffer]) -> Iterator[tuple[str, Tensor]]:
+    def read_weights(self, plan: Plan, random_weights: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the buffers of role "weight", memory-mapped, read one after the other.
 
-        Raises ArtifactError if the artifact was built without weights, or one is missing or of another shape or dtype.
+        ``random_weights``: the seed of what an artifact that was built without weights lacks.
+        Raises ArtifactError if the artifact was built without weights and no seed is given, or one is missing or of
+        another shape or dtype; UsageError on a seed where the artifact has weights.
         """
-        wanted = {name for name, buffer in buffers.items() if buffer.role == "weight"}
-        if wanted and self.manifest.weights == "none":
+        wanted = {name for name, buffer in plan.buffers.items() if buffer.role == "weight"}
+        if wanted and self.manifest.weights == "none" and random_weights is None:
             raise ArtifactError(
                 "the artifact holds no weights, so it can be inspected but not run",
                 where=str(self.root / MANIFEST),
-                fix="build it again with weights",
+                fix="build it again with weights, or run it with random ones (--random-weights SEED)",
             )
-        return self._read_weights(buffers, wanted)
+        if self.manifest.weights == "packed" and random_weights is not None:
+            raise UsageError("random weights for an artifact that has its own", fix="leave out --random-weights")
+        return self._read_weights(plan, wanted, random_weights)
 
-    def _read_weights(self, buffers: dict[str, Buffer], wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    def _read_weights(self, plan: Plan, wanted: set[str], seed: int | None) -> Iterator[tuple[str, Tensor]]:
         for file in sorted(f for f in self.manifest.files if f.startswith("weights/") and f.endswith(".safetensors")):
             path = self.root / file
             try:
                 with safe_open(path, framework="pt") as handle:
                     for name in sorted(wanted & set(handle.keys())):
                         wanted.remove(name)
-                        yield name, _checked_weight(buffers[name], handle.get_tensor(name), path)
+                        yield name, _checked_weight(plan.buffers[name], handle.get_tensor(name), path)
             except SafetensorError as error:
                 raise ArtifactError(f"not a safetensors file ({error})", where=str(path), fix=_REBUILD) from None
-        if wanted:
+        if seed is not None:
+            yield from RandomWeights(plan, seed).generate(sorted(wanted))
+        elif wanted:
             raise ArtifactError(
                 f"{len(wanted)} weights are in no weight file, e.g. {min(wanted)!r}",
                 where=str(self.root / "weights"),

@@ -16,7 +16,7 @@ from mmcompile.core.errors import ArtifactError, RequestError, UsageError
 from mmcompile.core.plan import DECODER_INPUTS, SAMPLER_INPUTS, Manifest, Plan
 from mmcompile.runtime.artifact import Artifact
 from mmcompile.runtime.batch import build_inputs, round_up_to_power_of_two
-from mmcompile.runtime.executor import Executor
+from mmcompile.runtime.executor import Executor, describe_weights
 from mmcompile.runtime.pages import PageAllocator
 from mmcompile.runtime.scheduler import Scheduler
 from mmcompile.runtime.selection import Selection
@@ -77,9 +77,16 @@ class Engine:
     """
 
     def __init__(
-        self, artifact: Artifact, plan: Plan, selection: Selection, executor: Executor, limits: Limits, seed: int
+        self,
+        artifact: Artifact,
+        plan: Plan,
+        selection: Selection,
+        executor: Executor,
+        limits: Limits,
+        seed: int,
+        random_weights: int | None = None,
     ) -> None:
-        self.manifest, self.limits, self.seed = artifact.manifest, limits, seed
+        self.manifest, self.limits, self.seed, self.random_weights = artifact.manifest, limits, seed, random_weights
         self._root, self._plan, self._selection, self._executor = artifact.root, plan, selection, executor
         self._allocator = PageAllocator(limits.pages)
         self._scheduler = Scheduler(
@@ -362,12 +369,13 @@ class Engine:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Target, device, kernels, launches per phase, fallbacks, memory by role in bytes, pages, limits, graphs."""
+        """Target, device, weights, kernels, launches per phase, fallbacks, memory by role, pages, limits, graphs."""
         return {
             "model": self.manifest.model.name,
             "target": self._selection.target,
             "architecture": self._selection.architecture,
             "match": self._selection.match,
+            "weights": describe_weights(self.random_weights),
             **self._executor.describe(),
             "pages": {"total": self._allocator.total, "free": self._allocator.free, "size": self.limits.page_size},
             "max_batch": self.limits.max_batch,

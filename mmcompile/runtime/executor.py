@@ -159,6 +159,11 @@ def memory_by_role(plan: Plan, symbols: Symbols) -> dict[str, int]:
     return totals
 
 
+def describe_weights(random_weights: int | None) -> str:
+    """Where an engine's weights came from: the artifact, or a seed."""
+    return "packed" if random_weights is None else f"random (seed {random_weights})"
+
+
 def list_fallbacks(plan: Plan) -> list[dict[str, str]]:
     """Launches without a kernel, with their reason."""
     return [

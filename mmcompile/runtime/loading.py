@@ -12,7 +12,8 @@ from mmcompile.core.plan import Manifest, Plan
 from mmcompile.runtime.artifact import Artifact, open_artifact
 from mmcompile.runtime.device_cpu import CpuExecutor
 from mmcompile.runtime.device_cuda import CudaDriver
-from mmcompile.runtime.device_gpu import Driver, GpuExecutor
+from mmcompile.runtime.device_driver import Driver
+from mmcompile.runtime.device_gpu import GpuExecutor
 from mmcompile.runtime.device_hip import HipDriver
 from mmcompile.runtime.engine import Engine, Limits, decoder_limits
 from mmcompile.runtime.executor import Executor
@@ -40,6 +41,7 @@ def load(
     pages: int | None = None,
     max_batch: int | None = None,
     seed: int = 0,
+    random_weights: int | None = None,
 ) -> Engine | ModuleEngine:
     """Load an artifact and make it ready to run.
 
@@ -49,10 +51,12 @@ def load(
         pages: size of the KV cache; None = max_batch sequences of 2048 tokens, as far as memory goes.
         max_batch: sequences at a time; None = what the artifact was built for.
         seed: of sequences whose SamplingParams have none.
+        random_weights: for an artifact that was built with ``weights="none"``: the seed of random ones, the same on
+            every device (see runtime.random_weights).
 
     Returns: an Engine for a decoder, a ModuleEngine for a module. Raises ArtifactError if the artifact is damaged,
-    holds no weights or nothing for the device; ToolchainError if the device named has no driver; UsageError on a wrong
-    argument.
+    holds no weights (and no seed of random ones is given) or nothing for the device; ToolchainError if the device named
+    has no driver; UsageError on a wrong argument.
     """
     if device not in DEVICES:
         raise unknown_name("device", device, DEVICES)
@@ -62,11 +66,12 @@ def load(
     selection, driver = _select(artifact.manifest, device, target)
     plan = artifact.plan(selection.target)
     if artifact.manifest.kind == "module":
-        return ModuleEngine(plan, selection, _make_executor(artifact, plan, selection, driver, pages or 1))
+        executor = _make_executor(artifact, plan, selection, driver, pages or 1, random_weights)
+        return ModuleEngine(plan, selection, executor, random_weights)
     limits = decoder_limits(artifact.manifest, plan, max_batch)
     limits = replace(limits, pages=pages or _default_pages(plan, driver, limits))
-    executor = _make_executor(artifact, plan, selection, driver, limits.pages)
-    return Engine(artifact, plan, selection, executor, limits, seed)
+    executor = _make_executor(artifact, plan, selection, driver, limits.pages, random_weights)
+    return Engine(artifact, plan, selection, executor, limits, seed, random_weights)
 
 
 def _select(manifest: Manifest, device: DeviceName, target: str | None) -> tuple[Selection, Driver | None]:
@@ -108,8 +113,15 @@ def _default_pages(plan: Plan, driver: Driver | None, limits: Limits) -> int:
     )
 
 
-def _make_executor(artifact: Artifact, plan: Plan, selection: Selection, driver: Driver | None, pages: int) -> Executor:
-    weights = artifact.read_weights(plan.buffers)
+def _make_executor(
+    artifact: Artifact,
+    plan: Plan,
+    selection: Selection,
+    driver: Driver | None,
+    pages: int,
+    random_weights: int | None,
+) -> Executor:
+    weights = artifact.read_weights(plan, random_weights)
     if driver is None:
         return CpuExecutor(plan, weights, pages)
     assert selection.architecture is not None

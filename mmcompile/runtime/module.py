@@ -9,19 +9,20 @@ from torch import Tensor
 
 from mmcompile.core.errors import ArtifactError, RequestError
 from mmcompile.core.plan import Plan
-from mmcompile.runtime.executor import Executor, check_inputs
+from mmcompile.runtime.executor import Executor, check_inputs, describe_weights
 from mmcompile.runtime.selection import Selection
 
 
 class ModuleEngine:
     """Runs a module artifact on one device. Made by :func:`mmcompile.runtime.load`."""
 
-    def __init__(self, plan: Plan, selection: Selection, executor: Executor) -> None:
+    def __init__(self, plan: Plan, selection: Selection, executor: Executor, random_weights: int | None = None) -> None:
         if "forward" not in plan.phases:
             raise ArtifactError(
                 'a module needs a phase "forward"', where=f"plan of {plan.target}", fix="rebuild the artifact"
             )
         self._plan, self._selection, self._executor = plan, selection, executor
+        self._random_weights = random_weights
         self._phase = plan.phases["forward"]
 
     @property
@@ -57,11 +58,12 @@ class ModuleEngine:
         return symbols
 
     def describe(self) -> dict[str, Any]:
-        """Target, device, kernels, launches, fallbacks, memory by role in bytes, graphs."""
+        """Target, device, weights, kernels, launches, fallbacks, memory by role in bytes, graphs."""
         return {
             "target": self._selection.target,
             "architecture": self._selection.architecture,
             "match": self._selection.match,
+            "weights": describe_weights(self._random_weights),
             **self._executor.describe(),
         }
 

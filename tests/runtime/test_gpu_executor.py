@@ -115,7 +115,7 @@ def make_binary(symbol: str, **changes: Any) -> Binary:
 
 def make_engine(plan: Plan, artifact: Path, driver: HostDriver, pages: int = 40) -> Engine:
     opened = open_artifact(artifact)
-    weights = opened.read_weights(plan.buffers)
+    weights = opened.read_weights(plan)
     executor = GpuExecutor(plan, weights, pages, driver, "sm_90a", lambda name, b: b"image of " + b.symbol.encode())
     limits = replace(decoder_limits(opened.manifest, plan, None), pages=pages)
     return Engine(opened, plan, Selection("sm90", "sm_90a", "exact"), executor, limits, 0)
