@@ -6,7 +6,9 @@ from typing import cast
 
 from mmcompile.driver.compile import Compiled
 from mmcompile.driver.summary import assign_layers
-from mmcompile.lower.merge import Merge, Mode, Scheduler, propose_merges
+from mmcompile.core.plan import Plan, Schedule
+from mmcompile.core.spec import TargetSpec
+from mmcompile.lower.merge import Merge, Mode, Scheduler, find_merge, propose_merges
 from mmcompile.lower.plan import Lowered
 from mmcompile.targets._target import Target
 
@@ -38,7 +40,8 @@ def schedule_decode(lowered: Lowered, merges: list[Merge], compiled: Compiled, t
 
     plan, spec = lowered.plan, target.spec
     phase = plan.phases[PHASE]
-    scheduler = Scheduler(plan, phase, lowered.sources, spec, assign_layers(plan, phase))
+    replicable = {name for name, source in lowered.sources.items() if source.replicable}
+    scheduler = Scheduler(plan, phase, replicable, spec, assign_layers(plan, phase))
     schedules = []
     for merge in merges:
         binaries = compiled.kernels[merge.name].values()
@@ -46,6 +49,16 @@ def schedule_decode(lowered: Lowered, merges: list[Merge], compiled: Compiled, t
         programs = min(resident, MOST_PROGRAMS_A_UNIT) * spec.units
         schedules.append(scheduler.make(merge, merge.name, programs, resident * spec.units, cast(Mode, mono)))
     _update(lowered, schedules=tuple(schedules))
+
+
+def reschedule(plan: Plan, spec: TargetSpec, schedule: Schedule, programs: int) -> Schedule:
+    """The same stages for another number of programs, placed and proven anew; all of them are taken to be resident."""
+    phase = plan.phases[PHASE]
+    merge = find_merge(phase, schedule)
+    replicable = {merge.kernels[stage.body] for stage in schedule.stages if stage.replicated}
+    scheduler = Scheduler(plan, phase, replicable, spec, assign_layers(plan, phase))
+    made = scheduler.make(merge, schedule.kernel, programs, programs, "step")
+    return made.model_copy(update={"mode": schedule.mode})
 
 
 def _update(lowered: Lowered, **changes: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,6 +48,17 @@ class Merge:
     def name(self) -> str:
         """Of the merged kernel: the same for the same kernels."""
         return f"mono_decode_{hashlib.sha256(repr(self.kernels).encode()).hexdigest()[:8]}"
+
+
+def find_merge(phase: Phase, schedule: Schedule) -> Merge:
+    """What a schedule was made of."""
+    places = tuple((stage.launch, stage.kernel) for stage in schedule.stages)
+    kernels: dict[int, str] = {}
+    for stage in schedule.stages:
+        choice = phase.launches[stage.launch].choose(schedule.high)
+        assert choice is not None
+        kernels[stage.body] = choice.kernels[stage.kernel].kernel
+    return Merge(schedule.low, schedule.high, places, tuple(kernels[body] for body in sorted(kernels)))
 
 
 def propose_merges(
@@ -103,11 +114,14 @@ def _make_merge(phase: Phase, low: int, high: int, run: Sequence[int]) -> Merge:
 
 @dataclass
 class Scheduler:
-    """Makes the schedules of one plan's phase. ``layers``: layer of every launch, None outside the layers."""
+    """Makes the schedules of one plan's phase.
+
+    replicable: kernels of which every program may run all tiles. layers: layer of every launch, None outside the layers.
+    """
 
     plan: Plan
     phase: Phase
-    sources: Mapping[str, KernelSource]
+    replicable: Set[str]
     spec: TargetSpec
     layers: Sequence[int | None]
     _written: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -178,7 +192,7 @@ class Scheduler:
             launch = self.phase.launches[merge.places[index][0]]
             names = {view.buffer for view in launch.outputs}
             temporary = all(self.plan.buffers[name].role == "temporary" for name in names)
-            if self.sources[self._kernel(merge, index).kernel].replicable and temporary and not names & outside:
+            if self._kernel(merge, index).kernel in self.replicable and temporary and not names & outside:
                 found |= names
         return found
 

@@ -180,6 +180,17 @@ class GpuExecutor:
             graph = self._driver.end_capture()
         return graph
 
+    def read_state(self) -> dict[str, Tensor]:
+        """Contents of the caches, by buffer."""
+        self._driver.activate()
+        states = {b.name: b for b in self._plan.buffers.values() if b.role == "state"}
+        sizes = Evaluation(self._plan, self._fixed_symbols)
+        found = {name: torch.empty(sizes.shape(name), dtype=torch_dtype(b)) for name, b in states.items()}
+        for name, tensor in found.items():
+            self._driver.copy_to_host(tensor.data_ptr(), self._persistent[name], tensor.nbytes)
+        self._driver.synchronize()
+        return found
+
     def time_graph(self, repeats: int) -> float:
         """Seconds per replay of the decode graph captured last, without the host's share. RequestError if none was."""
         graphs = [program.graph for program in self._programs.values() if program.graph is not None]

@@ -30,6 +30,7 @@ from mmcompile.runtime.selection import (
 
 DeviceName = Literal["auto", "cpu", "cuda", "hip"]
 DEVICES = ("auto", "cpu", "cuda", "hip")
+MONO = ("auto", "off", "layer", "step")
 _DRIVERS: dict[str, Callable[[], Driver]] = {"cuda": CudaDriver, "hip": HipDriver}
 
 
@@ -42,6 +43,7 @@ def load(
     max_batch: int | None = None,
     seed: int = 0,
     random_weights: int | None = None,
+    mono: str = "auto",
 ) -> Engine | ModuleEngine:
     """Load an artifact and make it ready to run.
 
@@ -53,6 +55,8 @@ def load(
         seed: of sequences whose SamplingParams have none.
         random_weights: for an artifact that was built with ``weights="none"``: the seed of random ones, the same on
             every device (see runtime.random_weights).
+        mono: how a GPU decodes where the artifact has merged launches: "auto" as each schedule says, or "off", "layer",
+            "step".
 
     Returns: an Engine for a decoder, a ModuleEngine for a module. Raises ArtifactError if the artifact is damaged,
     holds no weights (and no seed of random ones is given) or nothing for the device; ToolchainError if the device named
@@ -62,15 +66,17 @@ def load(
         raise unknown_name("device", device, DEVICES)
     if pages is not None and pages < 1:
         raise UsageError(f"pages = {pages}", fix="use 1 or more")
+    if mono not in MONO:
+        raise unknown_name("mono-decode option", mono, MONO)
     artifact = open_artifact(path)
     selection, driver = _select(artifact.manifest, device, target)
     plan = artifact.plan(selection.target)
     if artifact.manifest.kind == "module":
-        executor = _make_executor(artifact, plan, selection, driver, pages or 1, random_weights)
+        executor = _make_executor(artifact, plan, selection, driver, pages or 1, random_weights, mono)
         return ModuleEngine(plan, selection, executor, random_weights)
     limits = decoder_limits(artifact.manifest, plan, max_batch)
     limits = replace(limits, pages=pages or _default_pages(plan, driver, limits))
-    executor = _make_executor(artifact, plan, selection, driver, limits.pages, random_weights)
+    executor = _make_executor(artifact, plan, selection, driver, limits.pages, random_weights, mono)
     return Engine(artifact, plan, selection, executor, limits, seed, random_weights)
 
 
@@ -120,13 +126,14 @@ def _make_executor(
     driver: Driver | None,
     pages: int,
     random_weights: int | None,
+    mono: str,
 ) -> Executor:
     weights = artifact.read_weights(plan, random_weights)
     if driver is None:
         return CpuExecutor(plan, weights, pages)
     assert selection.architecture is not None
     try:
-        return GpuExecutor(plan, weights, pages, driver, selection.architecture, artifact.read_binary)
+        return GpuExecutor(plan, weights, pages, driver, selection.architecture, artifact.read_binary, mono)
     except MMError:
         driver.close()
         raise
