@@ -134,6 +134,8 @@ def {{name}}({{signature}}):
 {{branches}}
                 if awaited != 0:
                     count_arrival(counters + (stage + 1) * {COUNTER_STRIDE})
+                else:
+                    finish_stores()
         stage = following
     if count_arrival(counters + {FINISH}) == programs - 1:
         for start in range(first, last, 1024):
@@ -151,7 +153,7 @@ def merge_kernels(name: str, sources: Sequence[KernelSource], spec: TargetSpec) 
     names = _Names()
     functions: dict[str, str] = {}
     replacements: Any = vars(_INTRINSICS[spec.backend])
-    for function in (synchronise.wait_for, synchronise.count_arrival):
+    for function in (synchronise.wait_for, synchronise.finish_stores, synchronise.count_arrival):
         collect_functions(function, replacements, functions)
     stages = [_write_stage(number, source, names) for number, source in enumerate(sources)]
     symbols = sorted({p.value for s in sources for p in s.parameters if not p.type.startswith("*")})

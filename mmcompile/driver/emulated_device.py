@@ -13,7 +13,6 @@ from mmcompile.emulate.launch import Launch, Report
 from mmcompile.emulate.memory import BASE, DeviceMemory
 from mmcompile.emulate.run import run_kernel
 
-
 EmulatedKernel = tuple[str, Binary, int]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
-from mmcompile.driver.compile import Compiled
-from mmcompile.driver.summary import assign_layers
 from mmcompile.core.plan import Plan, Schedule
 from mmcompile.core.spec import TargetSpec
+from mmcompile.driver.compile import Compiled
+from mmcompile.driver.summary import assign_layers
 from mmcompile.lower.merge import Merge, Mode, Scheduler, find_merge, propose_merges
 from mmcompile.lower.plan import Lowered
 from mmcompile.targets._target import Target

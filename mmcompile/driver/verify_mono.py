@@ -139,5 +139,7 @@ def _compare(standalone: Mapping[str, Tensor], merged: Mapping[str, Tensor], pla
         difference = float((a - b).abs().max()) / (float(a.square().mean().sqrt()) or 1.0)
         worst = max(worst, difference)
         if difference > bound:
-            raise VerificationError(f"{name} differs by {difference:.2g} of its root mean square from standalone launches")
+            raise VerificationError(
+                f"{name} differs from that of standalone launches by {difference:.2g} of its root mean square"
+            )
     return worst, same / max(total, 1)

@@ -116,7 +116,7 @@ def _make_merge(phase: Phase, low: int, high: int, run: Sequence[int]) -> Merge:
 class Scheduler:
     """Makes the schedules of one plan's phase.
 
-    replicable: kernels of which every program may run all tiles. layers: layer of every launch, None outside the layers.
+    replicable: kernels of which every program may run all tiles. layers: of every launch, None outside the layers.
     """
 
     plan: Plan

@@ -19,7 +19,13 @@ def wait_for(counter, target, fault, code):
 
 
 @triton.jit
+def finish_stores():
+    """All threads of the program see what any of them wrote before."""
+    tl.debug_barrier()
+
+
+@triton.jit
 def count_arrival(counter):
     """Release what this program wrote and add one to ``counter``; returns its value before."""
-    tl.debug_barrier()
+    finish_stores()
     return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
