@@ -11,6 +11,14 @@ import triton.language as tl
 from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Parameter, Scratch
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
+from mmcompile.targets._kernels.cache_nvfp4 import (
+    cache_intrinsics,
+    cache_label,
+    count_kv_heads,
+    decoded_factor,
+    is_nvfp4,
+    refuse_nvfp4,
+)
 from mmcompile.targets._kernels.common import (
     FLOATS,
     kernel_name,
@@ -27,16 +35,19 @@ SPLIT_TOKENS = (4, 16, 64)
 
 
 @triton.jit
-def load_page_rows(kv_cache, block_table, position, end, kv_head, width, valid_width,
-                   PAGE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
-                   PAGE_SIZE: tl.constexpr):
-    """Cache rows of ``position`` [n] at the columns ``width`` [d] -> [n, d]; rows from ``end`` on are 0
-    and not read."""
+def load_page_rows(cache, block_table, position, end, head, SIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
+                   D_BLOCK: tl.constexpr, PAGE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+                   ROW_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, dtype: tl.constexpr):
+    """Rows at ``position`` [n] of a sequence -> dtype [n, D_BLOCK]; those from ``end`` on are 0 and not read.
+
+    SIDE: 0 = the first HEAD_DIM elements of a row (keys), 1 = the next ones (values).
+    """
+    width = tl.arange(0, D_BLOCK)
     inside = position < end
     page = tl.load(block_table + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-    row = page * PAGE_STRIDE + kv_head * HEAD_STRIDE + (position % PAGE_SIZE) * ROW_STRIDE
-    return tl.load(kv_cache + row[:, None] + width[None, :], mask=inside[:, None] & valid_width[None, :],
-    other=0.0)
+    row = page * PAGE_STRIDE + head * HEAD_STRIDE + (position % PAGE_SIZE) * ROW_STRIDE
+    mask = inside[:, None] & (width < HEAD_DIM)[None, :]
+    return tl.load(cache + row[:, None] + (width + SIDE * HEAD_DIM)[None, :], mask=mask, other=0.0).to(dtype)
 
 
 @triton.jit
@@ -60,7 +71,7 @@ def tile_decode_split(sequence, kv_head, split, q, kv_cache, block_table, table_
                       PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
                       GROUP_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
                       N_BLOCK: tl.constexpr, SPLITS: tl.constexpr, SCALE_LOG2: tl.constexpr,
-                      WINDOW: tl.constexpr):
+                      V_SCALE: tl.constexpr, WINDOW: tl.constexpr):
     """Attention of one sequence's new token, the heads of one KV head, over one of SPLITS contiguous
     chunks of keys.
 
@@ -85,14 +96,15 @@ def tile_decode_split(sequence, kv_head, split, q, kv_cache, block_table, table_
     table = block_table + sequence.to(tl.int64) * table_stride
     for start in range(first, last, N_BLOCK):
         position = start + tl.arange(0, N_BLOCK)
-        keys = load_page_rows(kv_cache, table, position, last, kv_head, width, in_width, PAGE_STRIDE,
-                              HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE)
-        values = load_page_rows(kv_cache + HEAD_DIM, table, position, last, kv_head, width, in_width,
-                                PAGE_STRIDE, HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE)
-        scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * SCALE_LOG2
+        keys = load_page_rows(kv_cache, table, position, last, kv_head, 0, HEAD_DIM, D_BLOCK, PAGE_STRIDE,
+                              HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE, query.dtype)
+        values = load_page_rows(kv_cache, table, position, last, kv_head, 1, HEAD_DIM, D_BLOCK, PAGE_STRIDE,
+                                HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE, query.dtype)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE_LOG2
         scores = tl.where((position < last)[None, :], scores, float("-inf"))
-        maximum, total, accumulator = update_softmax(scores, values.to(query.dtype), maximum, total, accumulator)
+        maximum, total, accumulator = update_softmax(scores, values, maximum, total, accumulator)
     row = sequence.to(tl.int64) * KV_HEADS * GROUP + head
+    accumulator = accumulator * V_SCALE
     if SPLITS == 1:
         accumulator = accumulator / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(result + row[:, None] * HEAD_DIM + width[None, :], accumulator.to(result.dtype.element_ty),
@@ -143,7 +155,7 @@ def tile_prefill(index, head, q, kv_cache, block_table, table_stride, seq_lens, 
                  HEAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
                  HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
                  M_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, SCALE_LOG2: tl.constexpr,
-                 WINDOW: tl.constexpr):
+                 V_SCALE: tl.constexpr, WINDOW: tl.constexpr):
     """Causal attention of up to M_BLOCK consecutive new tokens of one sequence, one query head.
 
     ``index`` runs over ``tokens // M_BLOCK + batch`` block slots (see ``find_sequence``); slots without
@@ -171,17 +183,17 @@ def tile_prefill(index, head, q, kv_cache, block_table, table_stride, seq_lens, 
     kv_head = head // GROUP
     for start in range(first, last, N_BLOCK):
         position = start + tl.arange(0, N_BLOCK)
-        keys = load_page_rows(kv_cache, table, position, last, kv_head, width, in_width, PAGE_STRIDE,
-                              HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE)
-        values = load_page_rows(kv_cache + HEAD_DIM, table, position, last, kv_head, width, in_width,
-                                PAGE_STRIDE, HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE)
-        scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * SCALE_LOG2
+        keys = load_page_rows(kv_cache, table, position, last, kv_head, 0, HEAD_DIM, D_BLOCK, PAGE_STRIDE,
+                              HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE, query.dtype)
+        values = load_page_rows(kv_cache, table, position, last, kv_head, 1, HEAD_DIM, D_BLOCK, PAGE_STRIDE,
+                                HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE, query.dtype)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE_LOG2
         seen = (position[None, :] <= offset + local[:, None]) & (position < last)[None, :]
         if WINDOW > 0:
             seen = seen & (position[None, :] > offset + local[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-        maximum, total, accumulator = update_softmax(scores, values.to(query.dtype), maximum, total, accumulator)
-    accumulator = accumulator / tl.where(total > 0.0, total, 1.0)[:, None]
+        maximum, total, accumulator = update_softmax(scores, values, maximum, total, accumulator)
+    accumulator = accumulator * V_SCALE / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(result + (row[:, None] * HEADS + head) * HEAD_DIM + width[None, :],
              accumulator.to(result.dtype.element_ty), mask=in_rows[:, None] & in_width[None, :])
 
@@ -190,14 +202,14 @@ _PARTIALS = (Parameter("partial", "*fp32", "scratch:partial"), Parameter("stats"
 _CACHE_ARGUMENTS = "Q_STRIDE, Q_HEAD_STRIDE, PAGE_STRIDE, HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE"
 
 
-def _refuse(call: OpCall, phase: str) -> str | None:
+def _refuse(phase: str, call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
     q, cache, table = need(call, "q"), need(call, "kv_cache"), need(call, "block_table")
     if call.attributes.get("phase") != phase:
         return f"it serves the {phase} phase, the call is for {call.attributes.get('phase')!r}"
     if q.dtype not in FLOATS:
         return f"q is {q.dtype}, not one of {', '.join(FLOATS)}"
-    if cache.dtype not in CACHE_DTYPES:
-        return f"kv_cache is {cache.dtype}, not one of {', '.join(CACHE_DTYPES)}"
+    if cache.dtype not in CACHE_DTYPES and not is_nvfp4(call, "kv_cache"):
+        return f"kv_cache is {cache.dtype}, not one of {', '.join(CACHE_DTYPES)}, or uint8 for NVFP4"
     if not all(isinstance(n, int) for n in (*q.shape[1:], *q.strides, *cache.shape[1:], *cache.strides)):
         return "heads, head_dim, page_size and the strides of q and kv_cache must be numbers"
     if q.strides[2] != 1 or cache.strides[3] != 1 or table.strides[1] != 1:
@@ -208,7 +220,7 @@ def _refuse(call: OpCall, phase: str) -> str | None:
         return f"head_dim is {q.shape[2]}, above 256"
     if any(need(call, name).dtype != "int32" for name in ("block_table", "seq_lens", "query_start")):
         return "block_table, seq_lens and query_start must be int32"
-    return None
+    return refuse_nvfp4(call, "kv_cache", int(q.shape[2])) if is_nvfp4(call, "kv_cache") else None
 
 
 def _constants(call: OpCall) -> dict[str, int | float | str]:
@@ -218,9 +230,10 @@ def _constants(call: OpCall) -> dict[str, int | float | str]:
     return {
         "Q_STRIDE": q.strides[0], "Q_HEAD_STRIDE": q.strides[1],
         "PAGE_STRIDE": cache.strides[0], "HEAD_STRIDE": cache.strides[1], "ROW_STRIDE": cache.strides[2],
-        "PAGE_SIZE": cache.shape[2], "GROUP": int(q.shape[1]) // int(cache.shape[1]), "HEAD_DIM": head_dim,
+        "PAGE_SIZE": cache.shape[2], "GROUP": int(q.shape[1]) // count_kv_heads(call), "HEAD_DIM": head_dim,
         "D_BLOCK": max(16, next_power_of_two(head_dim)),
-        "SCALE_LOG2": float(call.attributes["scale"]) * math.log2(math.e),
+        "SCALE_LOG2": float(call.attributes["scale"]) * math.log2(math.e) * decoded_factor(call, "kv_cache"),
+        "V_SCALE": decoded_factor(call, "kv_cache"),
         "WINDOW": max(int(call.attributes.get("window", 0)), 0),
     }
 
@@ -228,8 +241,9 @@ def _constants(call: OpCall) -> dict[str, int | float | str]:
 def _name_parts(call: OpCall) -> tuple[str | int, ...]:
     q, cache = need(call, "q"), need(call, "kv_cache")
     window = int(call.attributes.get("window", 0))
-    return (short_dtype(q.dtype), f"kv{short_dtype(cache.dtype)}", f"{q.shape[1]}x{cache.shape[1]}x{q.shape[2]}",
-            f"page{cache.shape[2]}", f"window{window}" if window > 0 else "")
+    return (short_dtype(q.dtype), f"kv{cache_label(call, 'kv_cache')}",
+            f"{q.shape[1]}x{count_kv_heads(call)}x{q.shape[2]}", f"page{cache.shape[2]}",
+            f"window{window}" if window > 0 else "")
 
 
 def _key_block(call: OpCall) -> int:
@@ -244,14 +258,14 @@ def count_splits(call: OpCall, spec: TargetSpec, tokens: int) -> int:
 
     A power of two from 2 to 32; on an H200 more chunks than that cost more in short chunks than they win.
     """
-    programs = int(need(call, "kv_cache").shape[1]) * max(tokens // 2, 1)
+    programs = count_kv_heads(call) * max(tokens // 2, 1)
     wanted = 2 * max(spec.units, 1) // programs
     return min(MAX_SPLITS, 1 << max(wanted, 2).bit_length() - 1)
 
 
-def _emit_split(call: OpCall, splits: int) -> KernelSource:
+def _emit_split(call: OpCall, splits: int, architecture: Architecture) -> KernelSource:
     q, cache, table = need(call, "q"), need(call, "kv_cache"), need(call, "block_table")
-    kv_heads, (result,) = int(cache.shape[1]), call.results
+    kv_heads, (result,) = count_kv_heads(call), call.results
     parameters = [pointer("q", q), pointer("kv_cache", cache), pointer("block_table", table),
                   *symbol_parameters(table.strides[0]), pointer("seq_lens", need(call, "seq_lens"))]
     if splits == 1:
@@ -266,13 +280,15 @@ def _emit_split(call: OpCall, splits: int) -> KernelSource:
     body = f"""
         tile_decode_split(tl.program_id(0), tl.program_id(1), tl.program_id(2), q, kv_cache, block_table,
                           {table.strides[0]}, seq_lens, {outputs}, {_CACHE_ARGUMENTS}, KV_HEADS, GROUP,
-                          GROUP_BLOCK, HEAD_DIM, D_BLOCK, N_BLOCK, SPLITS, SCALE_LOG2, WINDOW)
+                          GROUP_BLOCK, HEAD_DIM, D_BLOCK, N_BLOCK, SPLITS, SCALE_LOG2, V_SCALE, WINDOW)
     """
+    intrinsics, ledger = cache_intrinsics(call, "kv_cache", q.dtype, architecture)
     return emit_kernel(
         name=kernel_name("paged_attention_decode", *_name_parts(call), f"split{splits}"),
         title="Paged attention, decode: one chunk of keys of one sequence and KV head.",
         tiles=[tile_decode_split], constants=constants, parameters=parameters, body=body,
         grid=(str(q.shape[0]), str(kv_heads), str(splits)), num_warps=4, num_stages=3,
+        intrinsics=intrinsics, ledger=ledger,
     )
 
 
@@ -297,7 +313,7 @@ def _emit_decode(
     tokens: int, call: OpCall, spec: TargetSpec, architecture: Architecture
 ) -> tuple[KernelSource, ...]:
     splits = count_splits(call, spec, tokens)
-    return _emit_split(call, splits), _emit_combine(call, splits)
+    return _emit_split(call, splits, architecture), _emit_combine(call, splits)
 
 
 def _decode_scratch(tokens: int, call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
@@ -307,7 +323,7 @@ def _decode_scratch(tokens: int, call: OpCall, spec: TargetSpec) -> tuple[Scratc
 
 
 def _emit_decode_single(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
-    return (_emit_split(call, 1),)
+    return (_emit_split(call, 1, architecture),)
 
 
 def _emit_prefill(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
@@ -321,30 +337,24 @@ def _emit_prefill(call: OpCall, spec: TargetSpec, architecture: Architecture) ->
     body = f"""
         tile_prefill(tl.program_id(0), tl.program_id(1), q, kv_cache, block_table, {table.strides[0]},
                      seq_lens, query_start, batch, result, {_CACHE_ARGUMENTS}, HEADS, GROUP, HEAD_DIM,
-                     D_BLOCK, M_BLOCK, N_BLOCK, SCALE_LOG2, WINDOW)
+                     D_BLOCK, M_BLOCK, N_BLOCK, SCALE_LOG2, V_SCALE, WINDOW)
     """
+    intrinsics, ledger = cache_intrinsics(call, "kv_cache", q.dtype, architecture)
     return (emit_kernel(
         name=kernel_name("paged_attention_prefill", *_name_parts(call)),
         title="Paged attention, prefill: one block of new tokens of one sequence, one head.",
         tiles=[tile_prefill], constants=constants, parameters=parameters, body=body,
         grid=(f"cdiv({q.shape[0]}, {query_block}) + batch", str(heads), "1"), num_warps=4, num_stages=2,
+        intrinsics=intrinsics, ledger=ledger,
     ),)
-
-
-def _refuse_decode(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
-    return _refuse(call, "decode")
-
-
-def _refuse_prefill(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
-    return _refuse(call, "prefill")
 
 
 TEMPLATES = (
     *(
-        KernelTemplate(f"paged_attention_decode_split{m}", "paged_attention", _refuse_decode,
+        KernelTemplate(f"paged_attention_decode_split{m}", "paged_attention", partial(_refuse, "decode"),
                        partial(_emit_decode, m), partial(_decode_scratch, m), max_tokens=m)
         for m in SPLIT_TOKENS
     ),
-    KernelTemplate("paged_attention_decode", "paged_attention", _refuse_decode, _emit_decode_single),
-    KernelTemplate("paged_attention_prefill", "paged_attention", _refuse_prefill, _emit_prefill),
+    KernelTemplate("paged_attention_decode", "paged_attention", partial(_refuse, "decode"), _emit_decode_single),
+    KernelTemplate("paged_attention_prefill", "paged_attention", partial(_refuse, "prefill"), _emit_prefill),
 )

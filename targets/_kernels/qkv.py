@@ -12,6 +12,8 @@ from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels.attention import CACHE_DTYPES
+from mmcompile.targets._kernels.cache_insert import insertion_functions, refuse_pages, refuse_rotation
+from mmcompile.targets._kernels.cache_nvfp4 import cache_label, is_nvfp4
 from mmcompile.targets._kernels.common import (
     FLOATS,
     ceil_div,
@@ -100,24 +102,32 @@ def turn_pairs(value, turns, part, token, active, positions, cos_sin, HALF: tl.c
 
 
 @triton.jit
+def insert_kv_head(first, second, first_column, second_column, place, slot, kv_cache, HALF: tl.constexpr,
+                   KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                   PAGE_STRIDE: tl.constexpr, CACHE_HEAD_STRIDE: tl.constexpr, CACHE_ROW_STRIDE: tl.constexpr):
+    """Write the pairs of head ``place`` of [k | v] to the slots [m] of their tokens; negative slots are skipped."""
+    rows = kv_cache + (slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * CACHE_ROW_STRIDE)[:, None]
+    rows += place % KV_HEADS * CACHE_HEAD_STRIDE + place // KV_HEADS * HEAD_DIM
+    mask = (slot >= 0)[:, None] & (second_column < HEAD_DIM)
+    tl.store(rows + first_column, to_cache(first, kv_cache.dtype.element_ty), mask=mask)
+    tl.store(rows + second_column, to_cache(second, kv_cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def store_qkv(first, second, first_column, second_column, tile, token, active, kv_cache, slot_mapping, result,
-              HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-              PAGE_STRIDE: tl.constexpr, CACHE_HEAD_STRIDE: tl.constexpr, CACHE_ROW_STRIDE: tl.constexpr,
-              RESULT_STRIDE: tl.constexpr):
+              HALF: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+              PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, CACHE_HEAD_STRIDE: tl.constexpr,
+              CACHE_ROW_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr):
     """Write the pairs of head ``tile`` of [q | k | v]: queries to result, keys and values to the tokens' slots."""
-    in_head = second_column < HEAD_DIM
     if tile < HEADS:
         q_rows = result + (token * RESULT_STRIDE + tile * HEAD_DIM)[:, None]
-        q_mask = active[:, None] & in_head
+        q_mask = active[:, None] & (second_column < HEAD_DIM)
         tl.store(q_rows + first_column, first, mask=q_mask)
         tl.store(q_rows + second_column, second, mask=q_mask)
     else:
         slot = tl.load(slot_mapping + token, mask=active, other=-1).to(tl.int64)
-        rows = kv_cache + (slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * CACHE_ROW_STRIDE)[:, None]
-        rows += (tile - HEADS) % KV_HEADS * CACHE_HEAD_STRIDE + (tile - HEADS) // KV_HEADS * HEAD_DIM
-        kv_mask = (slot >= 0)[:, None] & in_head
-        tl.store(rows + first_column, to_cache(first, kv_cache.dtype.element_ty), mask=kv_mask)
-        tl.store(rows + second_column, to_cache(second, kv_cache.dtype.element_ty), mask=kv_mask)
+        insert_kv_head(first, second, first_column, second_column, tile - HEADS, slot, kv_cache, HALF, KV_HEADS,
+                       HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, CACHE_HEAD_STRIDE, CACHE_ROW_STRIDE)
 
 
 @triton.jit
@@ -149,8 +159,8 @@ def tile_qkv(tile, x, weight, scale, global_scale, bias, delta, q_weight, k_weig
     turns = tile < HEADS + KV_HEADS
     first, second, first_column, second_column = turn_pairs(value, turns, part, token, active, positions, cos_sin,
                                                             HALF, COS_STRIDE, BLOCK_M, BLOCK_N)
-    store_qkv(first, second, first_column, second_column, tile, token, active, kv_cache, slot_mapping, result, HEADS,
-              KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, CACHE_HEAD_STRIDE, CACHE_ROW_STRIDE, RESULT_STRIDE)
+    store_qkv(first, second, first_column, second_column, tile, token, active, kv_cache, slot_mapping, result, HALF,
+              HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, CACHE_HEAD_STRIDE, CACHE_ROW_STRIDE, RESULT_STRIDE)
 
 
 def has_norm(call: OpCall) -> bool:
@@ -159,8 +169,9 @@ def has_norm(call: OpCall) -> bool:
 
 
 def count_columns(call: OpCall) -> int:
-    """Columns of a head a program: all of them where a norm needs them."""
-    return max(16, next_power_of_two(int(call.attributes["head_dim"]))) if has_norm(call) else PART_ROWS
+    """Columns of a head a program: all of them where a norm or the blocks of an NVFP4 cache need them."""
+    whole = has_norm(call) or is_nvfp4(call, "kv_cache")
+    return max(16, next_power_of_two(int(call.attributes["head_dim"]))) if whole else PART_ROWS
 
 
 def refuse_tile(tokens: int, call: OpCall) -> str | None:
@@ -189,13 +200,13 @@ def refuse_heads(call: OpCall) -> str | None:
 def refuse_cache(call: OpCall, name: str) -> str | None:
     """The reason why the cache called ``name`` or where its rows go cannot be served, or None."""
     cache, positions, slots = (need(call, operand) for operand in (name, "positions", "slot_mapping"))
-    if cache.dtype not in CACHE_DTYPES:
-        return f"{name} is {cache.dtype}, not one of {', '.join(CACHE_DTYPES)}"
+    if cache.dtype not in CACHE_DTYPES and not is_nvfp4(call, name):
+        return f"{name} is {cache.dtype}, not one of {', '.join(CACHE_DTYPES)}, or uint8 for NVFP4"
     if not all(isinstance(n, int) for n in (*cache.shape[1:], *cache.strides)) or cache.strides[-1] != 1:
         return f"{name} must have a static page layout with a last stride of 1"
     if positions.strides[0] != 1 or slots.strides[0] != 1:
         return "positions and slot_mapping must be contiguous"
-    return None
+    return refuse_pages(call, name) or refuse_rotation(call, name)
 
 
 def refuse_norms(call: OpCall, *names: str) -> str | None:
@@ -272,6 +283,8 @@ def emit_qkv(
     x, head_dim, form = need(call, "x"), int(call.attributes["head_dim"]), find_format(call)
     heads = count_rows(call) // head_dim
     intrinsics, ledger = form.intrinsics(arch, x.dtype)
+    caches = [name for name in ("kv_cache", "index_cache") if is_present(call, name)]
+    intrinsics = intrinsics | insertion_functions(call, *caches)
     results = {"result": call.results[0]} | ({"result1": call.results[1]} if len(call.results) > 1 else {})
     spelled = ", ".join(["tl.program_id(0)", *arguments, *results, str(x.shape[0]), *constants])
     pointers = [pointer(name, need(call, name)) for name in arguments if name != "None"]
@@ -280,7 +293,7 @@ def emit_qkv(
     return (
         emit_kernel(
             name=kernel_name(f"{call.op}_skinny{blocks.m}", short_dtype(x.dtype), f"{heads}x{head_dim}x{x.shape[1]}",
-                             short_dtype(need(call, "kv_cache").dtype), delta),
+                             cache_label(call, "kv_cache"), delta),
             title=f"{call.op}: [{x.shape[0]} <= {blocks.m}, {x.shape[1]}] {x.dtype} to {heads} heads of {head_dim}.",
             tiles=[tile],
             constants=constants,

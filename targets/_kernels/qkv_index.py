@@ -11,6 +11,8 @@ from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels import rope
+from mmcompile.targets._kernels.cache_insert import insertion_functions, refuse_layouts
+from mmcompile.targets._kernels.cache_nvfp4 import cache_label, is_nvfp4
 from mmcompile.targets._kernels.common import ceil_div, kernel_name, need, pointer, short_dtype
 from mmcompile.targets._kernels.linear import SKINNY_TOKENS, SPLIT, project_skinny
 from mmcompile.targets._kernels.qkv import (
@@ -35,6 +37,17 @@ from mmcompile.targets._kernels.rope import rotate_heads, tile_qk_norm_rope_inse
 
 NORMS = ("q_weight", "k_weight", "index_q_weight", "index_k_weight")
 PLACES = ("positions", "cos_sin", "kv_cache", "index_cache", "slot_mapping")
+
+
+@triton.jit
+def insert_index_key(row, slot, index_cache, cos_row, weight, PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+                     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+                     REST_BLOCK: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr):
+    """The index key at ``row``, normed and rotated, into its slot; a negative slot is skipped."""
+    one = tl.arange(0, 1)
+    target = index_cache + slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * ROW_STRIDE
+    rotate_heads(row, target, one, one < tl.where(slot >= 0, 1, 0), cos_row, weight, HEAD_DIM, HEAD_DIM, HEAD_DIM,
+                 HALF, HALF_BLOCK, REST_BLOCK, EPS, OFFSET, ROUND, True)
 
 
 @triton.jit
@@ -66,32 +79,36 @@ def tile_qk_norm_rope_insert_index(token, block, qkv, q_weight, k_weight, index_
                          ROUND, True)
         else:
             slot = tl.load(slot_mapping + token).to(tl.int64)
-            one = tl.arange(0, 1)
-            target = index_cache + slot // INDEX_PAGE_SIZE * INDEX_PAGE_STRIDE
-            target += slot % INDEX_PAGE_SIZE * INDEX_ROW_STRIDE
-            rotate_heads(row + INDEX_HEADS * HEAD_DIM, target, one, one < tl.where(slot >= 0, 1, 0), cos_row,
-                         index_k_weight, HEAD_DIM, HEAD_DIM, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, EPS, OFFSET,
-                         ROUND, True)
+            insert_index_key(row + INDEX_HEADS * HEAD_DIM, slot, index_cache, cos_row, index_k_weight,
+                             INDEX_PAGE_STRIDE, INDEX_ROW_STRIDE, INDEX_PAGE_SIZE, HEAD_DIM, HALF, HALF_BLOCK,
+                             REST_BLOCK, EPS, OFFSET, ROUND)
+
+
+@triton.jit
+def insert_index_head(first, second, first_column, second_column, slot, index_cache, HALF: tl.constexpr,
+                      HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+                      ROW_STRIDE: tl.constexpr):
+    """Write the pairs of the index keys to the slots [m] of their tokens; negative slots are skipped."""
+    rows = index_cache + (slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * ROW_STRIDE)[:, None]
+    mask = (slot >= 0)[:, None] & (second_column < HEAD_DIM)
+    tl.store(rows + first_column, to_cache(first, index_cache.dtype.element_ty), mask=mask)
+    tl.store(rows + second_column, to_cache(second, index_cache.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_index(first, second, first_column, second_column, head, token, active, index_cache, slot_mapping, result1,
-                INDEX_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, INDEX_PAGE_SIZE: tl.constexpr,
-                INDEX_PAGE_STRIDE: tl.constexpr, INDEX_ROW_STRIDE: tl.constexpr):
+                HALF: tl.constexpr, INDEX_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                INDEX_PAGE_SIZE: tl.constexpr, INDEX_PAGE_STRIDE: tl.constexpr, INDEX_ROW_STRIDE: tl.constexpr):
     """Write the pairs of head ``head`` of [index_q | index_k]: queries to result1, the key to the tokens' slots."""
-    in_head = second_column < HEAD_DIM
     if head < INDEX_HEADS:
         q_rows = result1 + (token * INDEX_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None]
-        q_mask = active[:, None] & in_head
+        q_mask = active[:, None] & (second_column < HEAD_DIM)
         tl.store(q_rows + first_column, first, mask=q_mask)
         tl.store(q_rows + second_column, second, mask=q_mask)
     else:
         slot = tl.load(slot_mapping + token, mask=active, other=-1).to(tl.int64)
-        place = slot // INDEX_PAGE_SIZE * INDEX_PAGE_STRIDE + slot % INDEX_PAGE_SIZE * INDEX_ROW_STRIDE
-        k_rows = index_cache + place[:, None]
-        k_mask = (slot >= 0)[:, None] & in_head
-        tl.store(k_rows + first_column, to_cache(first, index_cache.dtype.element_ty), mask=k_mask)
-        tl.store(k_rows + second_column, to_cache(second, index_cache.dtype.element_ty), mask=k_mask)
+        insert_index_head(first, second, first_column, second_column, slot, index_cache, HALF, HEAD_DIM,
+                          INDEX_PAGE_SIZE, INDEX_PAGE_STRIDE, INDEX_ROW_STRIDE)
 
 
 @triton.jit
@@ -125,18 +142,18 @@ def tile_qkv_index(tile, x, weight, scale, global_scale, bias, delta, q_weight, 
                                                             COS_STRIDE, BLOCK_M, BLOCK_N)
     if index_head < 0:
         store_qkv(first, second, first_column, second_column, tile, token, active, kv_cache, slot_mapping, result,
-                  HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, CACHE_HEAD_STRIDE, CACHE_ROW_STRIDE,
+                  HALF, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, CACHE_HEAD_STRIDE, CACHE_ROW_STRIDE,
                   RESULT_STRIDE)
     else:
         store_index(first, second, first_column, second_column, index_head, token, active, index_cache, slot_mapping,
-                    result1, INDEX_HEADS, HEAD_DIM, INDEX_PAGE_SIZE, INDEX_PAGE_STRIDE, INDEX_ROW_STRIDE)
+                    result1, HALF, INDEX_HEADS, HEAD_DIM, INDEX_PAGE_SIZE, INDEX_PAGE_STRIDE, INDEX_ROW_STRIDE)
 
 
 def _refuse_index(call: OpCall) -> str | None:
     cache, head_dim = need(call, "index_cache"), int(call.attributes["head_dim"])
-    if len(cache.shape) != 3 or cache.shape[2] != head_dim:
+    if len(cache.shape) != 3 or (cache.shape[2] != head_dim and not is_nvfp4(call, "index_cache")):
         return f"index_cache must be [pages, page_size, {head_dim}], it is {list(cache.shape)}"
-    return refuse_cache(call, "index_cache") or refuse_norms(call, *NORMS)
+    return refuse_layouts(call) or refuse_norms(call, *NORMS)
 
 
 def _index_constants(call: OpCall) -> dict[str, int | float | bool | str]:
@@ -150,13 +167,14 @@ def _index_constants(call: OpCall) -> dict[str, int | float | bool | str]:
 
 
 def _label_caches(call: OpCall) -> str:
-    """The dtypes of both caches in a kernel name, once if they are the same."""
-    kinds = dict.fromkeys(short_dtype(need(call, name).dtype) for name in ("kv_cache", "index_cache"))
+    """The formats of both caches in a kernel name, once if they are the same."""
+    kinds = dict.fromkeys(cache_label(call, name) for name in ("kv_cache", "index_cache"))
     return "_".join(kinds)
 
 
 def _refuse_insert(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
-    return rope.refuse_fused(call, spec, arch) or _refuse_index(call)
+    reason = rope.refuse_fused(call, spec, arch) or _refuse_index(call)
+    return reason or rope.refuse_cache(call, "index_cache")
 
 
 def _emit_insert(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
@@ -180,12 +198,13 @@ def _emit_insert(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[Ke
         tiles=[tile_qk_norm_rope_insert_index], constants=constants,
         parameters=[*(pointer(name, need(call, name)) for name in arguments), *results], body=body,
         grid=(str(qkv.shape[0]), str(qkv_blocks + index_blocks + 1), "1"), num_warps=4,
+        intrinsics=insertion_functions(call, "kv_cache", "index_cache"),
     ),)
 
 
 def _refuse(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
-    return (refuse_heads(call) or refuse_tile(tokens, call) or refuse_cache(call, "kv_cache") or _refuse_index(call)
-            or refuse_projection(call, spec, arch))
+    return (refuse_heads(call) or refuse_tile(tokens, call) or _refuse_index(call) or refuse_cache(call, "kv_cache")
+            or refuse_cache(call, "index_cache") or refuse_projection(call, spec, arch))
 
 
 def _emit(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:

@@ -9,6 +9,8 @@ from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels.attention import CACHE_DTYPES
+from mmcompile.targets._kernels.cache_insert import insertion_functions, refuse_pages, tile_insert_kv_nvfp4
+from mmcompile.targets._kernels.cache_nvfp4 import cache_label, is_nvfp4
 from mmcompile.targets._kernels.common import (
     FLOATS,
     ceil_div,
@@ -139,6 +141,21 @@ def tile_insert_kv(token, block, k, v, kv_cache, slot_mapping, KV_HEADS: tl.cons
 
 
 @triton.jit
+def insert_heads(row, slot, kv_cache, head, cos_row, k_weight, KV_HEADS: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+                 CACHE_HEAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+                 REST_BLOCK: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr,
+                 K_NORM: tl.constexpr):
+    """Heads [n] of k (normed, rotated) and of v of the row [k | v] into its slot; a negative slot is skipped."""
+    in_heads = head < tl.where(slot >= 0, KV_HEADS, 0)
+    target = kv_cache + slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * ROW_STRIDE
+    rotate_heads(row, target, head, in_heads, cos_row, k_weight, HEAD_DIM, CACHE_HEAD_STRIDE, HEAD_DIM, HALF,
+                 HALF_BLOCK, REST_BLOCK, EPS, OFFSET, ROUND, K_NORM)
+    copy_heads(row + KV_HEADS * HEAD_DIM, target + HEAD_DIM, head, in_heads, HEAD_DIM, CACHE_HEAD_STRIDE, HEAD_DIM,
+               D_BLOCK)
+
+
+@triton.jit
 def tile_qk_norm_rope_insert(token, block, qkv, q_weight, k_weight, positions, cos_sin, kv_cache,
                              slot_mapping, result, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                              QKV_STRIDE: tl.constexpr, COS_STRIDE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
@@ -159,12 +176,9 @@ def tile_qk_norm_rope_insert(token, block, qkv, q_weight, k_weight, positions, c
     else:
         head = (block - Q_BLOCKS) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         slot = tl.load(slot_mapping + token).to(tl.int64)
-        in_heads = head < tl.where(slot >= 0, KV_HEADS, 0)
-        target = kv_cache + slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * ROW_STRIDE
-        rotate_heads(row + HEADS * HEAD_DIM, target, head, in_heads, cos_row, k_weight, HEAD_DIM,
-                     CACHE_HEAD_STRIDE, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, EPS, OFFSET, ROUND, K_NORM)
-        copy_heads(row + (HEADS + KV_HEADS) * HEAD_DIM, target + HEAD_DIM, head, in_heads, HEAD_DIM,
-                   CACHE_HEAD_STRIDE, HEAD_DIM, D_BLOCK)
+        insert_heads(row + HEADS * HEAD_DIM, slot, kv_cache, head, cos_row, k_weight, KV_HEADS, PAGE_STRIDE,
+                     CACHE_HEAD_STRIDE, ROW_STRIDE, PAGE_SIZE, HEAD_DIM, D_BLOCK, HALF, HALF_BLOCK, REST_BLOCK, EPS,
+                     OFFSET, ROUND, K_NORM)
 
 
 def _refuse_numbers(call: OpCall, *names: str) -> str | None:
@@ -193,13 +207,14 @@ def _refuse_rotary(call: OpCall, head_dim: int) -> str | None:
     return _refuse_numbers(call, "cos_sin")
 
 
-def _refuse_cache(call: OpCall) -> str | None:
-    cache, slots = need(call, "kv_cache"), need(call, "slot_mapping")
-    if cache.dtype not in CACHE_DTYPES:
-        return f"kv_cache is {cache.dtype}, not one of {', '.join(CACHE_DTYPES)}"
+def refuse_cache(call: OpCall, name: str = "kv_cache") -> str | None:
+    """The reason why the cache called ``name`` or the slots of its rows cannot be served, or None."""
+    cache, slots = need(call, name), need(call, "slot_mapping")
+    if cache.dtype not in CACHE_DTYPES and not is_nvfp4(call, name):
+        return f"{name} is {cache.dtype}, not one of {', '.join(CACHE_DTYPES)}, or uint8 for NVFP4"
     if slots.dtype not in ("int32", "int64") or slots.strides[0] != 1:
         return "slot_mapping must be contiguous int32 or int64 [tokens]"
-    return _refuse_numbers(call, "kv_cache")
+    return _refuse_numbers(call, name) or refuse_pages(call, name)
 
 
 def _rotary_constants(call: OpCall, head_dim: int) -> dict[str, int]:
@@ -252,26 +267,31 @@ def _rows(call: OpCall, name: str) -> str:
 
 
 def _refuse_insert(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
-    return _refuse_values(call, "k", "v") or _refuse_cache(call)
+    return _refuse_values(call, "k", "v") or refuse_cache(call)
 
 
 def _emit_insert(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
     k, v, cache = need(call, "k"), need(call, "v"), need(call, "kv_cache")
-    heads, head_dim = int(k.shape[1]), int(k.shape[2])
+    heads, head_dim, tile = int(k.shape[1]), int(k.shape[2]), tile_insert_kv
     block = _head_block(heads, head_dim)
     constants = {"KV_HEADS": heads, "K_STRIDE": row_stride(k), "K_HEAD_STRIDE": k.strides[1],
                  "V_STRIDE": row_stride(v), "V_HEAD_STRIDE": v.strides[1], **_cache_constants(call),
                  "HEAD_DIM": head_dim, "D_BLOCK": next_power_of_two(head_dim), "HEAD_BLOCK": block}
+    if is_nvfp4(call, "kv_cache"):
+        tile = tile_insert_kv_nvfp4
+        constants = {name: value for name, value in constants.items() if name not in ("ROW_STRIDE", "D_BLOCK")}
     parameters = [pointer("k", k), pointer("v", v), pointer("kv_cache", cache),
                   pointer("slot_mapping", need(call, "slot_mapping"))]
     body = f"""
-        tile_insert_kv(tl.program_id(0), tl.program_id(1), k, v, kv_cache, slot_mapping, {', '.join(constants)})
+        {tile.fn.__name__}(tl.program_id(0), tl.program_id(1), k, v, kv_cache, slot_mapping, {', '.join(constants)})
     """
     return (emit_kernel(
-        name=kernel_name("insert_kv", short_dtype(k.dtype), f"kv{short_dtype(cache.dtype)}", f"{heads}x{head_dim}"),
+        name=kernel_name("insert_kv", short_dtype(k.dtype), f"kv{cache_label(call, 'kv_cache')}",
+                         f"{heads}x{head_dim}"),
         title="Insertion of the key and value heads of one token into the paged cache.",
-        tiles=[tile_insert_kv], constants=constants, parameters=parameters, body=body,
+        tiles=[tile], constants=constants, parameters=parameters, body=body,
         grid=(_rows(call, "k"), str(ceil_div(heads, block)), "1"), num_warps=4,
+        intrinsics=insertion_functions(call, "kv_cache"),
     ),)
 
 
@@ -281,7 +301,7 @@ def refuse_fused(call: OpCall, spec: TargetSpec, architecture: Architecture) -> 
     if any(need(call, name).dtype not in FLOATS for name in weights):
         return f"the norms' weights must be one of {', '.join(FLOATS)}"
     return (_refuse_values(call, "qkv") or _refuse_rotary(call, int(call.attributes["head_dim"]))
-            or _refuse_cache(call))
+            or refuse_cache(call))
 
 
 def fused_constants(call: OpCall) -> dict[str, int | float | bool]:
@@ -316,11 +336,12 @@ def _emit_fused(call: OpCall, spec: TargetSpec, architecture: Architecture) -> t
     """
     norms = "".join(name[0] for name, present in weights.items() if present)
     return (emit_kernel(
-        name=kernel_name("qk_norm_rope_insert", short_dtype(qkv.dtype), f"kv{short_dtype(cache.dtype)}",
+        name=kernel_name("qk_norm_rope_insert", short_dtype(qkv.dtype), f"kv{cache_label(call, 'kv_cache')}",
                          f"{heads}x{kv_heads}x{head_dim}", norms and f"norm{norms}"),
         title="Per-head norms, rotary embedding and cache insertion of one token.",
         tiles=[tile_qk_norm_rope_insert], constants=constants, parameters=parameters, body=body,
         grid=(_rows(call, "qkv"), str(blocks), "1"), num_warps=4,
+        intrinsics=insertion_functions(call, "kv_cache"),
     ),)
 
 

@@ -12,6 +12,7 @@ from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Paramete
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels.attention import find_sequence, tile_combine_splits, update_softmax
+from mmcompile.targets._kernels.cache_nvfp4 import cache_intrinsics, cache_label, count_kv_heads, decoded_factor
 from mmcompile.targets._kernels.common import (
     kernel_name,
     need,
@@ -21,7 +22,6 @@ from mmcompile.targets._kernels.common import (
     symbol_parameters,
 )
 from mmcompile.targets._kernels.sparse_common import (
-    cache_label,
     count_stages,
     find_owner,
     load_page_tile,
@@ -29,7 +29,6 @@ from mmcompile.targets._kernels.sparse_common import (
     refuse_paged,
     refuse_static,
 )
-from mmcompile.targets._kernels.sparse_nvfp4 import cache_intrinsics, decoded_factor, is_nvfp4
 
 SPLIT_TOKENS = (4, 16, 64)
 OWNERS = 128
@@ -184,12 +183,6 @@ def _refuse_phase(phase: str, call: OpCall, spec: TargetSpec, architecture: Arch
     if call.attributes.get("phase", "decode") != phase:
         return f"for the {phase} phase"
     return _refuse(call, spec, architecture)
-
-
-def count_kv_heads(call: OpCall) -> int:
-    """KV heads of the cache: an NVFP4 page has two runs a head."""
-    runs = int(need(call, "kv_cache").shape[1])
-    return runs // 2 if is_nvfp4(call, "kv_cache") else runs
 
 
 def _constants(call: OpCall) -> dict[str, int | float | bool | str]:

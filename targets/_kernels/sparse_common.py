@@ -7,8 +7,8 @@ import triton.language as tl
 
 from mmcompile.core.kernel import OpCall
 from mmcompile.core.spec import TargetSpec
-from mmcompile.targets._kernels.common import FLOATS, need, short_dtype
-from mmcompile.targets._kernels.sparse_nvfp4 import is_nvfp4, refuse_nvfp4
+from mmcompile.targets._kernels.cache_nvfp4 import is_nvfp4, refuse_nvfp4
+from mmcompile.targets._kernels.common import FLOATS, need
 
 CACHE_DTYPES = (*FLOATS, "float8_e4m3fn")
 LARGEST_PAGE = 256
@@ -45,12 +45,12 @@ def load_page_tile(cache, page, head, SIDE: tl.constexpr, key, visible, HEAD_DIM
                    ROW_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, dtype: tl.constexpr):
     """Rows ``key`` [n] of one page and head -> dtype [n, D_BLOCK]; invisible rows are 0 and not read.
 
-    SIDE: 0 = the first HEAD_DIM elements of a row (keys), 1 = the next ones (values).
+    SIDE: 0 and 2 = the first HEAD_DIM elements of a row (keys, index keys), 1 = the next ones (values).
     """
     width = tl.arange(0, D_BLOCK)
     rows = cache + page.to(tl.int64) * PAGE_STRIDE + head * HEAD_STRIDE + key[:, None] * ROW_STRIDE
     mask = visible[:, None] & (width < HEAD_DIM)[None, :]
-    return tl.load(rows + (width + SIDE * HEAD_DIM)[None, :], mask=mask, other=0.0).to(dtype)
+    return tl.load(rows + (width + SIDE % 2 * HEAD_DIM)[None, :], mask=mask, other=0.0).to(dtype)
 
 
 def count_stages(spec: TargetSpec, chain: int) -> int:
@@ -59,13 +59,6 @@ def count_stages(spec: TargetSpec, chain: int) -> int:
     On NVIDIA Triton shares the stages out among the loads of a chain; on AMD every stage is a tile in local memory.
     """
     return 2 * chain + 1 if spec.backend == "cuda" else 3
-
-
-def cache_label(call: OpCall, cache: str) -> str:
-    """The cache's format in a kernel name: "bf16", "fp8e4nv", "nvfp4linear", "nvfp4token_quad", "nvfp4index"."""
-    if is_nvfp4(call, cache):
-        return str(call.attributes["layout"]).replace(".", "")
-    return short_dtype(need(call, cache).dtype)
 
 
 def refuse_static(call: OpCall, *names: str) -> str | None:

@@ -11,6 +11,8 @@ from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels.attention import find_sequence
+from mmcompile.targets._kernels.cache_insert import insertion_functions, refuse_pages, tile_insert_index_nvfp4
+from mmcompile.targets._kernels.cache_nvfp4 import cache_intrinsics, cache_label, decoded_factor, is_nvfp4
 from mmcompile.targets._kernels.common import (
     ELEMENT_SIZES,
     FLOATS,
@@ -26,19 +28,11 @@ from mmcompile.targets._kernels.rope import to_cache
 from mmcompile.targets._kernels.sampling import order_key, order_value
 from mmcompile.targets._kernels.sparse_common import (
     CACHE_DTYPES,
-    cache_label,
     count_stages,
     load_page_tile,
     load_span,
     refuse_paged,
     refuse_static,
-)
-from mmcompile.targets._kernels.sparse_nvfp4 import (
-    cache_intrinsics,
-    decoded_factor,
-    is_nvfp4,
-    refuse_insertion,
-    tile_insert_index_nvfp4,
 )
 
 INSERT_TOKENS = 8
@@ -91,7 +85,7 @@ def score_queries(first, begin, queries, length, part, index_q, index_cache, tab
         page = tl.load(table + block)
         position = block * PAGE_SIZE + key
         valid = (key < PAGE_SIZE) & (position <= newest)
-        keys = load_page_tile(index_cache, page, 0, 0, key, valid, DIM, D_BLOCK, PAGE_STRIDE, 0, ROW_STRIDE, PAGE_SIZE,
+        keys = load_page_tile(index_cache, page, 0, 2, key, valid, DIM, D_BLOCK, PAGE_STRIDE, 0, ROW_STRIDE, PAGE_SIZE,
                               query.dtype)
         product = tl.dot(query, tl.trans(keys), input_precision="ieee") * K_SCALE
         seen = valid[None, :] & (position[None, :] <= own[:, None])
@@ -143,8 +137,7 @@ def _refuse_insert(call: OpCall, spec: TargetSpec, architecture: Architecture) -
         return f"index_cache is {cache.dtype}, not one of {', '.join(CACHE_DTYPES)}, or uint8 for NVFP4"
     if slots.dtype not in ("int32", "int64") or slots.strides[0] != 1:
         return "slot_mapping must be contiguous int32 or int64 [tokens]"
-    reason = refuse_static(call, "index_k", "index_cache")
-    return refuse_insertion(call) if reason is None and is_nvfp4(call, "index_cache") else reason
+    return refuse_static(call, "index_k", "index_cache") or refuse_pages(call, "index_cache")
 
 
 def _emit_insert(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
@@ -165,6 +158,7 @@ def _emit_insert(call: OpCall, spec: TargetSpec, architecture: Architecture) -> 
             {tile.fn.__name__}(tl.program_id(0), index_k, index_cache, slot_mapping, {tokens}, {", ".join(constants)})
         """,
         grid=(f"cdiv({tokens}, {INSERT_TOKENS})", "1", "1"), num_warps=4,
+        intrinsics=insertion_functions(call, "index_cache"),
     ),)
 
 

@@ -183,7 +183,7 @@ def make_call(call_of: Any, phase: str, **changes: Any) -> OpCall:
     (NARROW, "decode", {"d": 512}, "head_dim is 512"),
     (NARROW, "decode", {"count": 65}, "65 blocks a selection"),
     (NARROW, "decode", {"blocks": torch.zeros((1, 1, 4), dtype=torch.int64)}, "blocks is int64"),
-    (NARROW, "decode", {"kv_cache": torch.zeros((2, 2, 16, 36), dtype=torch.uint8)}, "layout ''"),
+    (NARROW, "decode", {"kv_cache": torch.zeros((2, 2, 16, 36), dtype=torch.uint8)}, "layout 'linear'"),
 ])
 def test_refusals_name_the_reason(call_of, template, phase, changes, reason):
     assert reason in template.refuse(make_call(call_of, phase, **changes), SPEC, ARCH)

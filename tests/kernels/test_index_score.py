@@ -150,7 +150,7 @@ def make_call(call_of: Any, phase: str, **changes: Any) -> OpCall:
     (NARROW, "decode", {"d": 512}, "head_dim is 512"),
     (NARROW, "decode", {"page": 256, "d": 256}, "three pages of 131072 bytes"),
     (NARROW, "decode", {"seq_lens": torch.zeros(1, dtype=torch.int64)}, "seq_lens must be int32"),
-    (NARROW, "decode", {"index_cache": torch.zeros((2, 16, 36), dtype=torch.uint8)}, "layout ''"),
+    (NARROW, "decode", {"index_cache": torch.zeros((2, 16, 36), dtype=torch.uint8)}, "layout 'linear'"),
 ])
 def test_refusals_name_the_reason(call_of, template, phase, changes, reason):
     assert reason in template.refuse(make_call(call_of, phase, **changes), SPEC, ARCH)

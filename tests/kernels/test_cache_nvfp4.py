@@ -125,8 +125,9 @@ def test_inserted_bytes_are_the_quantizers(runner, call_of, dtype):
     ("", {}, "none of its NVFP4 layouts"),
     (nvfp4_cache.LINEAR, {}, "none of its NVFP4 layouts"),
     (nvfp4_cache.INDEX, {"index_cache": torch.zeros((2, 16, 40), dtype=torch.uint8)}, "the 36 bytes"),
-    (nvfp4_cache.INDEX, {"index_cache": torch.zeros((2, 18, 36), dtype=torch.uint8)}, "multiple of 4"),
-    (nvfp4_cache.INDEX, {"index_q": torch.zeros((5, 4, 32), dtype=torch.bfloat16)}, "head_dim is 32"),
+    (nvfp4_cache.INDEX, {"index_cache": torch.zeros((2, 18, 36), dtype=torch.uint8)}, "no pages of 18 tokens"),
+    (nvfp4_cache.INDEX, {"index_q": torch.zeros((5, 4, 48), dtype=torch.bfloat16)}, "head_dim is 48"),
+    (nvfp4_cache.SM90_INDEX, {}, "no pages of 16 tokens of heads of 64"),
 ])
 def test_refusals_name_the_reason(call_of, tag, changes, reason):
     operands = make_index()[0] | changes
