@@ -15,12 +15,13 @@ class Operand:
     """A tensor argument of an operation, as a kernel sees it.
 
     ``shape`` and ``strides`` (in elements) hold ints or symbol names ("tokens", "batch", "max_blocks", "pages") or
-    expressions over them; ``dtype`` is torch's short name, e.g. "bfloat16".
+    expressions over them; ``dtype`` is torch's short name, e.g. "bfloat16"; ``layout`` is that of its buffer.
     """
 
     shape: tuple[int | str, ...]
     strides: tuple[int | str, ...]
     dtype: str
+    layout: str = "linear"
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ class KernelTemplate:
         max_tokens: largest token count it is meant for (None = any). Select takes, for every range of token counts,
             the first template of the target's list that does not refuse.
         grade: "portable" or "tuned".
+        layouts: the weights, by operand name, that it wants in another layout than "linear"; {} where it takes the call
+            as it is, or is not worth it. A weight gets the layout if all of its readers want and can read it
+            (lower.layouts).
     """
 
     name: str
@@ -131,6 +135,7 @@ class KernelTemplate:
     scratch: Callable[[OpCall, TargetSpec], tuple[Scratch, ...]] = lambda call, spec: ()
     max_tokens: int | None = None
     grade: str = "portable"
+    layouts: Callable[[OpCall, TargetSpec, Architecture], dict[str, str]] = lambda call, spec, arch: {}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmcompile.core.errors import VerificationError
 from mmcompile.core.expression import evaluate, evaluate_shape
+from mmcompile.core.formats import nvfp4_fragments
 from mmcompile.core.kernel import KernelSource
 from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Launch, View
 from mmcompile.driver.verify_inputs import Case, fill_operands
@@ -162,6 +163,10 @@ def _run_case(check: Check, case: Case, seed: int, runner: Runner, outcome: Outc
     inputs = {name: memory.view(view) for name, view in launch.inputs.items() if view is not None}
     fill_operands(launch, inputs, case, seed)
     expected, expected_states = _evaluate_reference(launch, inputs)
+    for name, tensor in inputs.items():
+        layout = check.buffers[launch.inputs[name].buffer].layout  # type: ignore[union-attr]
+        if layout in nvfp4_fragments.LAYOUTS.values():
+            tensor.copy_(nvfp4_fragments.arrange_as(tensor, layout))
     for view in (*launch.outputs, *(a for k in check.choice.kernels for a in k.arguments if isinstance(a, View))):
         memory.view(view)
     before = memory.snapshot()

@@ -47,7 +47,10 @@ class Operands:
 
     def operand(self, view: View | None) -> Operand | None:
         """What a kernel template sees of a view."""
-        return None if view is None else Operand(view.shape, view.strides, self.dtype(view))
+        if view is None:
+            return None
+        buffer = self.buffers[view.buffer]
+        return Operand(view.shape, view.strides, buffer.dtype, buffer.layout)
 
 
 def _contiguous_strides(shape: torch.Size) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import networkx as nx
@@ -55,9 +55,10 @@ class PhaseLowering:
     load_launches: list[Launch] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     sources: dict[str, KernelSource] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
 
-    def run(self) -> LoweredPhase:
-        """Walk the graph once, in order."""
+    def walk(self) -> None:
+        """Make the launches, without kernels, going through the graph once in order."""
         groups = find_regions(self.graph_module)
         self.constant = depends_only_on_weights(self.graph_module)
         for node in self.graph_module.graph.nodes:
@@ -65,7 +66,21 @@ class PhaseLowering:
                 place_input(self.operands, self.graph_module, node)
             elif node.op == "call_function":
                 self._lower_call(node, groups.get(node))
-        return self._finish()
+        self.outputs = self._name_outputs()
+
+    def describe(self, launch: Launch) -> OpCall:
+        """What kernel templates see of a launch."""
+        operands = {k: self.operands.operand(v) for k, v in launch.inputs.items()}
+        results = tuple(r for r in (self.operands.operand(v) for v in launch.outputs) if isinstance(r, Operand))
+        return OpCall(launch.op.partition(".")[2], operands, results, launch.attributes | {"phase": self.name})
+
+    def finish(self, layouts: Mapping[str, str]) -> LoweredPhase:
+        """Choose kernels with the weights in the given layouts (by buffer name), and plan the memory."""
+        for name in layouts.keys() & self.operands.buffers.keys():
+            self.operands.buffers[name] = self.operands.buffers[name].model_copy(update={"layout": layouts[name]})
+        if self.selector is not None:
+            self.launches = [self._choose(launch, self.selector) for launch in self.launches]
+        return self._plan()
 
     def _lower_call(self, node: fx.Node, group: Group | None) -> None:
         looks = node.target is operator.getitem or (is_view(node) and self._has_view_input(node))
@@ -156,37 +171,39 @@ class PhaseLowering:
         attributes: dict[str, Any],
     ) -> None:
         name = f"{'load' if node in self.constant else self.name}.{node.name}"
-        choices: tuple[Choice, ...] = ()
-        reason = ""
-        if self.selector is not None and node not in self.constant:
-            choices, reason = self._choose(name, op, inputs, outputs, attributes)
-            if not choices and self.strict:
-                raise LoweringError(
-                    f"{op} has no kernel for {self.selector.spec.name}: {reason}",
-                    where=", ".join(filter(None, (f"node {node.name}", source_of(node)))),
-                    fix="drop --strict to run it by its reference, or write a kernel template for it",
-                )
         launches = self.load_launches if node in self.constant else self.launches
         launches.append(
-            Launch(name=name, op=op, inputs=inputs, outputs=outputs, attributes=attributes, choices=choices,
-                   source=source_of(node), reason=reason)
-        )  # fmt: skip
+            Launch(name=name, op=op, inputs=inputs, outputs=outputs, attributes=attributes, source=source_of(node))
+        )
 
-    def _choose(
-        self, name: str, op: str, inputs: dict[str, View | None], outputs: tuple[View, ...], attributes: dict[str, Any]
-    ) -> tuple[tuple[Choice, ...], str]:
-        assert self.selector is not None
-        family, _, base = op.partition(".")
-        if family not in ("mm", "region"):
-            return (), f"{op} is no mm:: operation and no step of a generated kernel"
-        misaligned = self._find_misaligned([*inputs.values(), *outputs])
+    def _choose(self, launch: Launch, selector: Selector) -> Launch:
+        """The launch with its kernels, or with the reason why it has none."""
+        selected, reason = self.find_kernels(launch, selector)
+        if not selected and self.strict:
+            node = launch.name.removeprefix(f"{self.name}.")
+            raise LoweringError(
+                f"{launch.op} has no kernel for {selector.spec.name}: {reason}",
+                where=", ".join(filter(None, (f"node {node}", launch.source))),
+                fix="drop --strict to run it by its reference, or write a kernel template for it",
+            )
+        choices = tuple(self._bind(launch.name, s, launch.inputs, launch.outputs) for s in selected)
+        return launch.model_copy(update={"choices": choices, "reason": reason})
+
+    def find_kernels(
+        self, launch: Launch, selector: Selector, layouts: Mapping[str, str] = {}
+    ) -> tuple[tuple[Selected, ...], str]:
+        """Kernels of a launch with the operands ``layouts`` (by name) in those layouts; or () and the reason."""
+        if launch.op.partition(".")[0] not in ("mm", "region"):
+            return (), f"{launch.op} is no mm:: operation and no step of a generated kernel"
+        misaligned = self._find_misaligned([*launch.inputs.values(), *launch.outputs])
         if misaligned:
             return (), f"a view on {misaligned} does not start at a multiple of {_VECTOR_BYTES} bytes"
-        operands = {k: self.operands.operand(v) for k, v in inputs.items()}
-        results = tuple(r for r in (self.operands.operand(v) for v in outputs) if isinstance(r, Operand))
-        call = OpCall(base, operands, results, attributes | {"phase": self.name})
-        selected, reason = self.selector.select(call, self.symbols.get("tokens"))
-        return tuple(self._bind(name, s, inputs, outputs) for s in selected), reason
+        call = self.describe(launch)
+        for name, layout in layouts.items():
+            operand = call.operands[name]
+            assert operand is not None
+            call.operands[name] = replace(operand, layout=layout)
+        return selector.select(call, self.symbols.get("tokens"))
 
     def _find_misaligned(self, views: list[View | None]) -> str:
         """Buffer of the first view that kernels, which load 16 bytes at a time, cannot take; "" if there is none."""
@@ -216,21 +233,20 @@ class PhaseLowering:
         return Choice(max_tokens=selected.max_tokens, template=selected.template, kernels=tuple(launches),
                       reason=selected.reason)  # fmt: skip
 
-    def _finish(self) -> LoweredPhase:
-        outputs = self._name_outputs()
+    def _plan(self) -> LoweredPhase:
         buffers = self.operands.buffers
         lifetimes: dict[str, Lifetime] = {}
         for i, launch in enumerate(self.launches):
             for name in _touched(launch):
                 lifetimes[name] = Lifetime(lifetimes[name].first if name in lifetimes else i, i)
         movable = [b for b in buffers.values() if b.role == "temporary" and b.name in lifetimes]
-        results = [buffers[name] for name in outputs]
+        results = [buffers[name] for name in self.outputs]
         offsets, arena = plan_memory(movable, lifetimes, self.symbols, results, self.plan_symbols)
         placed = {n: b.model_copy(update={"offset": offsets[n]}) if n in offsets else b for n, b in buffers.items()}
         phase = Phase(
             name=self.name,
             inputs=tuple(n for n, b in buffers.items() if b.role == "input"),
-            outputs=outputs,
+            outputs=self.outputs,
             launches=tuple(self.launches),
             after=find_dependencies(self.launches),
             arena_bytes=arena,
@@ -267,25 +283,15 @@ class PhaseLowering:
 
 
 def _rename_buffers(launch: Launch, names: Mapping[str, str]) -> Launch:
-    """The launch with buffers renamed in every view."""
+    """The launch, which has no kernels yet, with buffers renamed in every view."""
 
     def rename(view: Any) -> Any:
         known = isinstance(view, View) and view.buffer in names
         return view.model_copy(update={"buffer": names[view.buffer]}) if known else view
 
-    choices = tuple(
-        choice.model_copy(
-            update={
-                "kernels": tuple(
-                    k.model_copy(update={"arguments": tuple(rename(a) for a in k.arguments)}) for k in choice.kernels
-                )
-            }
-        )
-        for choice in launch.choices
-    )
     inputs = {key: rename(view) for key, view in launch.inputs.items()}
     outputs = tuple(rename(view) for view in launch.outputs)
-    return launch.model_copy(update={"inputs": inputs, "outputs": outputs, "choices": choices})
+    return launch.model_copy(update={"inputs": inputs, "outputs": outputs})
 
 
 def _touched(launch: Launch) -> list[str]:

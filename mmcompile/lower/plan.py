@@ -14,6 +14,7 @@ from mmcompile.core.plan import Buffer, Launch, Phase, Plan
 from mmcompile.core.runner import copy_graph
 from mmcompile.core.spec import TargetSpec
 from mmcompile.lower.host import prepare_for_host
+from mmcompile.lower.layouts import choose_layouts
 from mmcompile.lower.phase import PhaseLowering
 from mmcompile.lower.select import Selector
 
@@ -53,20 +54,25 @@ def lower_model(
     phases: dict[str, Phase] = {}
     load: dict[str, Launch] = {}
     largest = {k: max(s[k] for s in symbols.values() if k in s) for k in {k for s in symbols.values() for k in s}}
+    lowerings = []
     for name, graph_module in graphs.items():
         if selector is None:
             graph_module = copy_graph(graph_module)
             prepare_for_host(graph_module)
-        lowered = PhaseLowering(
+        lowerings.append(PhaseLowering(
             graph_module, name, selector, symbols[name], strict, output_names[name], largest, spec.cache_layouts
-        ).run()
+        ))  # fmt: skip
+        lowerings[-1].walk()
+    layouts = choose_layouts(lowerings, selector) if selector is not None else {}
+    for lowering in lowerings:
+        lowered = lowering.finish(layouts)
         for key, buffer in lowered.buffers.items():
             if buffers.setdefault(key, buffer) != buffer:
                 raise LoweringError(f"the phases disagree about the buffer {key}: {buffers[key]} and {buffer}")
         weights |= lowered.weights
         sources |= lowered.sources
         load |= {launch.name: launch for launch in lowered.load_launches}
-        phases[name] = lowered.phase
+        phases[lowering.name] = lowered.phase
     if load:
         launches = tuple(load.values())
         phases["load"] = Phase(

@@ -42,6 +42,14 @@ class Selector:
             self._memory[key] = self._choose(call, largest)
         return self._memory[key]
 
+    def propose_layouts(self, call: OpCall) -> dict[str, str]:
+        """The layouts that the first tuned template of the operation with such a wish wants its weights in."""
+        if self.portable:
+            return {}
+        common = common_architecture(self.spec)
+        wishes = (t.layouts(call, self.spec, common) for t in self.templates if t.op == call.op)
+        return next((wish for wish in wishes if wish), {})
+
     def _choose(self, call: OpCall, largest: int | None) -> tuple[tuple[Selected, ...], str]:
         chosen: list[Selected] = []
         passed: list[str] = []

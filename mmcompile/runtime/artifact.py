@@ -16,7 +16,7 @@ from torch import Tensor
 from mmcompile.core.errors import ArtifactError, UsageError
 from mmcompile.core.plan import SCHEMA_VERSION, Binary, Buffer, Manifest, Plan, Record, seal
 from mmcompile.runtime.executor import torch_dtype
-from mmcompile.runtime.layouts import check_cache_layouts
+from mmcompile.runtime.layouts import check_cache_layouts, check_weight_layouts, place_weight
 from mmcompile.runtime.random_weights import RandomWeights
 
 MANIFEST = "manifest.json"
@@ -90,6 +90,7 @@ class Artifact:
                 )
             _check_names(plan, path)
             check_cache_layouts(plan, self.manifest.cache, str(path))
+            check_weight_layouts(plan, str(path))
             self._plans[target] = plan
         return self._plans[target]
 
@@ -102,7 +103,7 @@ class Artifact:
         return data
 
     def read_weights(self, plan: Plan, random_weights: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the buffers of role "weight", memory-mapped, read one after the other.
+        """Tensors of the buffers of role "weight", memory-mapped, read one after the other, in their buffers' layouts.
 
         ``random_weights``: the seed of what an artifact that was built without weights lacks.
         Raises ArtifactError if the artifact was built without weights and no seed is given, or one is missing or of
@@ -117,7 +118,8 @@ class Artifact:
             )
         if self.manifest.weights == "packed" and random_weights is not None:
             raise UsageError("random weights for an artifact that has its own", fix="leave out --random-weights")
-        return self._read_weights(plan, wanted, random_weights)
+        found = self._read_weights(plan, wanted, random_weights)
+        return ((name, place_weight(plan.buffers[name], tensor)) for name, tensor in found)
 
     def _read_weights(self, plan: Plan, wanted: set[str], seed: int | None) -> Iterator[tuple[str, Tensor]]:
         for file in sorted(f for f in self.manifest.files if f.startswith("weights/") and f.endswith(".safetensors")):

@@ -1,8 +1,11 @@
-"""Refuse a plan whose operations read a cache in another layout than the one that its buffer has."""
+"""Layouts of caches and weights: refuse a plan that reads a buffer otherwise than it lies, and arrange weights."""
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from mmcompile.core.errors import ArtifactError
+from mmcompile.core.formats import nvfp4_fragments
 from mmcompile.core.formats.cache_pages import PLAIN, list_layouts
 from mmcompile.core.formats.nvfp4_cache import QUANTIZER, check_layout
 from mmcompile.core.plan import Buffer, CacheSpec, Launch, Plan
@@ -56,3 +59,28 @@ def _check_launch(launch: Launch, caches: dict[str, Buffer], where: str) -> None
                 fix=_REBUILD,
             )
         check_layout(have, wanted, f"{where}, launch {launch.name}")
+
+
+def check_weight_layouts(plan: Plan, where: str) -> None:
+    """Raise ArtifactError for a weight in an unknown layout, or one that a reference would read in other than its own.
+
+    References take weights row-major; kernels were chosen for the layouts.
+    """
+    arranged = {n: b.layout for n, b in plan.buffers.items() if b.role == "weight" and b.layout != "linear"}
+    for name, layout in arranged.items():
+        if layout not in nvfp4_fragments.LAYOUTS.values():
+            raise ArtifactError(f"the weight {name} has the unknown layout {layout!r}", where=where, fix=_REBUILD)
+    for phase in plan.phases.values():
+        for launch in phase.launches:
+            read = next((v.buffer for v in launch.inputs.values() if v is not None and v.buffer in arranged), None)
+            if read is not None and not launch.choices:
+                raise ArtifactError(
+                    f"{launch.name} has no kernel and reads {read}, which has the layout {arranged[read]!r}",
+                    where=where,
+                    fix=_REBUILD,
+                )
+
+
+def place_weight(buffer: Buffer, tensor: Tensor) -> Tensor:
+    """A weight as the files hold it (row-major) in the layout of its buffer."""
+    return tensor if buffer.layout == "linear" else nvfp4_fragments.arrange_as(tensor, buffer.layout)

@@ -25,8 +25,11 @@ from mmcompile.targets._kernels import (
     swiglu,
     two_step,
 )
+from mmcompile.targets._tuned import linear_fragments
 
 _TEMPLATES: tuple[KernelTemplate, ...] = (
+    *linear_fragments.TEMPLATES,
+    *linear_fragments.QKV,
     *norm.TEMPLATES,
     *linear.TEMPLATES,
     *linear_nvfp4.TEMPLATES,

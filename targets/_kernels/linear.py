@@ -214,7 +214,8 @@ def refuse_linear(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | N
     return None
 
 
-def _refuse_dense(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+def refuse_dense(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+    """The reason why a linear layer of unquantized weights cannot be served, or None."""
     reason = refuse_linear(call, spec, arch) or refuse_rows(call, "weight")
     if reason is None and need(call, "weight").dtype != need(call, "x").dtype:
         return f"weight is {need(call, 'weight').dtype} and x {need(call, 'x').dtype}"
@@ -343,8 +344,8 @@ def _emit_gemm(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[Kern
 
 TEMPLATES: tuple[KernelTemplate, ...] = (
     *(
-        KernelTemplate(f"linear_skinny{m}", "linear", _refuse_dense, partial(_emit_skinny, m), max_tokens=m)
+        KernelTemplate(f"linear_skinny{m}", "linear", refuse_dense, partial(_emit_skinny, m), max_tokens=m)
         for m in SKINNY_TOKENS
     ),
-    KernelTemplate("linear_gemm", "linear", _refuse_dense, _emit_gemm),
+    KernelTemplate("linear_gemm", "linear", refuse_dense, _emit_gemm),
 )

@@ -121,6 +121,8 @@ def refuse_weight(call: OpCall) -> str | None:
         return f"k = {k} is not a multiple of {BLOCK}"
     if (packed.dtype, scale.dtype, global_scale.dtype) != ("uint8", "float8_e4m3fn", "float32"):
         return f"the weight is stored as {packed.dtype}, {scale.dtype}, {global_scale.dtype}"
+    if packed.layout != "linear" or scale.layout != "linear":
+        return f"the weight has the layout {packed.layout}"
     if packed.strides[1] != 1 or scale.strides[1] != 1 or global_scale.strides[0] != 1:
         return "the last strides of packed, scale and global_scale must be 1"
     return "rows of packed must start at multiples of 4 bytes" if row_stride(packed) % 4 else None

@@ -12,7 +12,7 @@ from mmcompile.targets._kernels.common import need
 from mmcompile.targets._kernels.qkv import has_norm, refuse_tile
 from mmcompile.targets._kernels.qkv_project import FORMATS, count_rows, take_insertion, take_projection
 
-_INSERTS = {
+INSERTS = {
     "qkv_norm_rope_insert": next(t for t in rope.TEMPLATES if t.op == "qk_norm_rope_insert"),
     "qkv_norm_rope_insert_index": qkv_index.INSERT,
 }
@@ -68,21 +68,32 @@ def _scratch(call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
     return (Scratch("qkv", qkv.shape, qkv.dtype),)
 
 
-def _make(op: str, projection: KernelTemplate, insert: KernelTemplate) -> KernelTemplate:
-    refuse = _refuse if projection.max_tokens is None else _refuse_narrow
+def _layouts(
+    projection: KernelTemplate, call: OpCall, spec: TargetSpec, arch: Architecture
+) -> dict[str, str]:
+    return projection.layouts(take_projection(call), spec, arch)
+
+
+def make_two_step(op: str, projection: KernelTemplate, insert: KernelTemplate) -> KernelTemplate:
+    """The fused operation ``op`` as a linear layer and an insertion; a tuned projection serves all that it can."""
+    tuned = projection.grade == "tuned"
+    refuse = _refuse if tuned or projection.max_tokens is None else _refuse_narrow
+    label = projection.name.removeprefix(projection.op) if tuned else f"_two_step{projection.max_tokens or ''}"
     return KernelTemplate(
-        f"{op}_two_step{projection.max_tokens or ''}",
+        f"{op}{label}",
         op,
         partial(refuse, projection, insert),
         partial(_emit, projection, insert),
         _scratch,
         max_tokens=projection.max_tokens,
+        grade=projection.grade,
+        layouts=partial(_layouts, projection),
     )
 
 
 _ALL = tuple(
-    _make(f"{name}{suffix}", projection, insert)
-    for name, insert in _INSERTS.items()
+    make_two_step(f"{name}{suffix}", projection, insert)
+    for name, insert in INSERTS.items()
     for suffix, form in FORMATS.items()
     for projection in form.templates
 )

@@ -131,7 +131,7 @@ class Scheduler:
         parts = [fragment]
         for value in values[1:]:
             parts.append(self._split(fragment, fragment.lanes & (numbers == value), fragment.block))
-        if sum(part.lanes.reshape(-1, WARP).any(axis=1) for part in parts).max() > 1:
+        if np.sum([part.lanes.reshape(-1, WARP).any(axis=1) for part in parts], axis=0).max() > 1:
             raise self.group.fault("divergent barrier", "the lanes of a warp name different barriers")
         return parts
 
