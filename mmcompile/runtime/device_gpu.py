@@ -48,7 +48,8 @@ class GpuExecutor:
     Args:
         weights: (buffer name, tensor) pairs of every buffer of role "weight". pages: value of the symbol "pages".
         architecture: key of ``Kernel.binaries``. read_binary: bytes of a binary of the named kernel.
-        mono: "auto" (the mode that each schedule names), or "off", "layer", "step" where there is a schedule.
+        mono: "auto" (the mode that each schedule names), or "off", "layer", "step" where there is a schedule; may be
+            changed between steps.
     """
 
     pads_decode = True
@@ -65,8 +66,9 @@ class GpuExecutor:
     ) -> None:
         self._plan, self._driver, self._architecture = plan, driver, architecture
         self._fixed_symbols = {"pages": pages}
-        self._mono, self._merged_memory = mono, MergedMemory(plan, driver)
-        self._programs: dict[tuple[str, tuple[tuple[str, int], ...]], _Program] = {}
+        self.mono, self._merged_memory = mono, MergedMemory(plan, driver)
+        self._programs: dict[tuple[str, str, tuple[tuple[str, int], ...]], _Program] = {}
+        self._latest: _Program | None = None
         self._graphable = {
             name for name, phase in plan.phases.items() if name == "decode" and all(n.choices for n in phase.launches)
         }
@@ -145,6 +147,7 @@ class GpuExecutor:
         results = self._return_outputs(program, outputs)
         if program.graph is None and phase in self._graphable:
             program.graph = self._capture(program)
+        self._latest = program if phase == "decode" else self._latest
         return results
 
     def _return_outputs(self, program: _Program, outputs: tuple[str, ...]) -> dict[str, Tensor]:
@@ -192,20 +195,20 @@ class GpuExecutor:
         return found
 
     def time_graph(self, repeats: int) -> float:
-        """Seconds per replay of the decode graph captured last, without the host's share. RequestError if none was."""
-        graphs = [program.graph for program in self._programs.values() if program.graph is not None]
-        if not graphs:
+        """Seconds per replay of the decode graph that ran last, without the host's share. RequestError if none did."""
+        graph = None if self._latest is None else self._latest.graph
+        if graph is None:
             raise RequestError("no decode graph was captured yet", fix="run a few decode steps first")
         self._driver.activate()
         self._driver.synchronize()
         started = time.perf_counter()
         for _ in range(repeats):
-            self._driver.replay(graphs[-1])
+            self._driver.replay(graph)
         self._driver.synchronize()
         return (time.perf_counter() - started) / repeats
 
     def _program(self, phase: str, inputs: Mapping[str, Tensor], symbols: Symbols) -> _Program:
-        key = (phase, tuple(sorted(symbols.items())))
+        key = (phase, self.mono, tuple(sorted(symbols.items())))
         if key not in self._programs:
             check_symbols(self._plan, phase, symbols)
             check_inputs(self._plan, self._plan.phases[phase], inputs, symbols)
@@ -225,7 +228,7 @@ class GpuExecutor:
         for buffer in self._plan.buffers.values():
             if buffer.offset is not None:
                 pointers[buffer.name] = self._arena + buffer.offset
-        schedule = find_schedule(phase, sizes.symbols, self._mono)
+        schedule = find_schedule(phase, sizes.symbols, self.mono)
         if schedule is not None:
             program.merged = bind_schedule(
                 self._merged_memory, schedule, phase, sizes, lambda view: self._locate(view, sizes, pointers),
@@ -326,12 +329,13 @@ class GpuExecutor:
             "launches": {name: len(phase.launches) for name, phase in self._plan.phases.items()},
             "fallbacks": list_fallbacks(self._plan),
             "memory": memory_by_role(self._plan, self._fixed_symbols),
-            "graphs": [{"phase": k[0], **dict(k[1])} for k, program in self._programs.items() if program.graph],
+            "graphs": [{"phase": k[0], **dict(k[2])} for k, program in self._programs.items() if program.graph],
         }
 
     def close(self) -> None:
         """See :class:`Executor`."""
         self._programs.clear()
+        self._latest = None
         self._driver.activate()
         self._driver.close()
 

@@ -1,0 +1,143 @@
+"""Decode steps of artifacts on an NVIDIA GPU: standalone launches under a CUDA graph against mono-decode by layer and step.
+
+The artifacts are built elsewhere without a GPU (`mmcompile build ... --weights none --mono step`); weights are random:
+
+    python benchmarks/h200_plans.py ARTIFACT ... --batch 1 4 16 --context 1024
+
+The limit is the time of the bytes of a step (weights read and cached keys and values) at the copy bandwidth of the run.
+Before the timing, logits of three steps are compared between the modes, and each mode with itself for equal bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from _common import print_table
+
+import mmcompile
+from mmcompile.runtime.batch import build_inputs
+from mmcompile.runtime.device_gpu import GpuExecutor
+from mmcompile.runtime.engine import Engine
+from mmcompile.runtime.sequence import GREEDY, Sequence
+
+MODES = ("off", "layer", "step")
+
+
+def executor_of(engine: Engine) -> GpuExecutor:
+    """The executor, to change its mode and to run a phase on inputs of our own."""
+    executor = engine._executor
+    assert isinstance(executor, GpuExecutor)
+    return executor
+
+
+def measure_copy(size: int = 1 << 31) -> float:
+    """Bytes per second read and written by a device copy, best of several."""
+    a, b = (torch.empty(size // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
+    best = 0.0
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        b.copy_(a)
+        end.record()
+        end.synchronize()
+        best = max(best, size / start.elapsed_time(end) * 1e3)
+    del a, b
+    torch.cuda.empty_cache()
+    return best
+
+
+def make_step(engine: Engine, batch: int, context: int, token: int) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Inputs of one decode step of ``batch`` sequences of ``context`` tokens, the new one included."""
+    page_size = engine.limits.page_size
+    pages = -(-context // page_size)
+    items = []
+    for row in range(batch):
+        own = list(range(row * pages, (row + 1) * pages))
+        items.append((Sequence(row, [token + row] * context, context, GREEDY, 0, own, context - 1), 1))
+    blocks = engine.limits.max_context // page_size
+    inputs, symbols = build_inputs(items, page_size=page_size, max_blocks=blocks, rows=batch)
+    return {name: inputs[name] for name in executor_of(engine)._plan.phases["decode"].inputs}, symbols
+
+
+def run_steps(engine: Engine, mode: str, batch: int) -> list[torch.Tensor]:
+    """Logits of three steps."""
+    executor_of(engine).mono = mode
+    found = []
+    for step in range(3):
+        inputs, symbols = make_step(engine, batch, step + 1, 11 * step + 5)
+        found.append(executor_of(engine).run("decode", inputs, symbols, ("logits",))["logits"].float().clone())
+    return found
+
+
+def check_modes(engine: Engine, batch: int) -> dict[str, str]:
+    """Largest difference of each mode's logits from standalone ones over their RMS, and whether it repeats its bits."""
+    want = run_steps(engine, "off", batch)
+    answers = {}
+    for mode in MODES:
+        first, second = run_steps(engine, mode, batch), run_steps(engine, mode, batch)
+        same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        worst = max(float((a - b).abs().max() / b.square().mean().sqrt()) for a, b in zip(first, want, strict=True))
+        answers[mode] = f"{worst:.1e}{'' if same else ' NOT REPEATED'}"
+    return answers
+
+
+def time_mode(engine: Engine, mode: str, batch: int, context: int) -> float:
+    """Seconds per replayed decode graph, the median of five runs."""
+    executor_of(engine).mono = mode
+    inputs, symbols = make_step(engine, batch, context, 5)
+    for _ in range(2):
+        executor_of(engine).run("decode", inputs, symbols, ("logits",))
+    return statistics.median(executor_of(engine).time_graph(40) for _ in range(5))
+
+
+def count_bytes(engine: Engine, batch: int, context: int) -> int:
+    """Weights of the decode phase but for the embedding's table, and the cache rows of the batch."""
+    plan = executor_of(engine)._plan
+    phase = plan.phases["decode"]
+    read = {v.buffer for la in phase.launches if la.op != "mm.embedding" for v in la.inputs.values() if v is not None}
+    sizes = [plan.buffers[n] for n in read if plan.buffers[n].role == "weight"]
+    total = 0
+    for buffer in sizes:
+        count = 1
+        for dimension in buffer.shape:
+            count *= int(dimension)
+        total += count * getattr(torch, buffer.dtype).itemsize
+    return total + batch * context * engine.manifest.cache.bytes_per_token
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifacts", type=Path, nargs="+")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--context", type=int, nargs="+", default=[1024])
+    arguments = parser.parse_args()
+    copy = measure_copy()
+    print(torch.cuda.get_device_name(), f"copy {copy / 1e12:.2f} TB/s")
+    rows = []
+    for path in arguments.artifacts:
+        start = time.perf_counter()
+        engine = mmcompile.load(path, device="cuda", max_batch=max(arguments.batch), random_weights=0)
+        print(f"{path.name}: loaded in {time.perf_counter() - start:.0f} s", flush=True)
+        for batch in arguments.batch:
+            checked = check_modes(engine, batch)
+            for context in arguments.context:
+                seconds = {mode: time_mode(engine, mode, batch, context) for mode in MODES}
+                limit = count_bytes(engine, batch, context) / copy
+                best = min(seconds.values())
+                row = [path.name, str(batch), str(context), *(f"{seconds[m] * 1e6:.0f}" for m in MODES)]
+                row += [f"{seconds['off'] / best:.2f}", f"{limit * 1e6:.0f}", f"{limit / best:.2f}"]
+                rows.append([*row, checked["step"], checked["layer"]])
+                print(" | ".join(rows[-1]), flush=True)
+        engine.close()
+    header = ["artifact", "batch", "context", "standalone us", "layer us", "step us", "standalone / best", "limit us",
+              "limit / best", "step differs", "layer differs"]  # fmt: skip
+    print_table("Decode step, CUDA graph", header, rows)
+
+
+if __name__ == "__main__":
+    main()
