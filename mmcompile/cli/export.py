@@ -21,6 +21,8 @@ mmcompile export smollm2-135m --quant nvfp4 --dtype float32 --nvfp4 function -o 
 
 mmcompile export smollm2-135m --format linalg --size tokens=1 --dtype float32 -o decode.mlirbc
 
+mmcompile export out --format onnx -o out.onnx   # an artifact: its finished graph with its packed weights
+
 mmcompile export smollm2-tiny --format mm --after linear_swiglu -o after.mlir   # diff with the pass before it
 """
 
@@ -32,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 def export(
     model: Annotated[
-        str, typer.Argument(help="A name, HF directory or config.json, .gguf, .onnx, or file.py:factory.")
+        str, typer.Argument(help="A name, HF directory or config.json, .gguf, .onnx, file.py:factory; or an artifact.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to create.")],
     format: Annotated[str, typer.Option(help="onnx; MLIR: torch, linalg, stablehlo, tosa; or mm, to read.")] = "onnx",

@@ -22,6 +22,8 @@ mmcompile inspect out --passes
 
 mmcompile inspect out --graph 14 | less
 
+mmcompile inspect out --mlir --pass match_rms_norm   # before and after
+
 mmcompile inspect out --json | jq '.targets[].kernels[].name'
 """
 
@@ -42,6 +44,10 @@ def inspect(
     graph: Annotated[
         int | None, typer.Option(help="Print the graph after this pass (number from --passes).", metavar="NN")
     ] = None,
+    mlir: Annotated[bool, typer.Option("--mlir", help="Print the graph before and after --pass as MLIR.")] = False,
+    wanted: Annotated[
+        str | None, typer.Option("--pass", help="Name, number or phase of a pass, for --mlir.", metavar="PASS")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -49,6 +55,9 @@ def inspect(
 
     Without an option: model, quantization, targets, launches, kernels, passes.
     """
+    if mlir or wanted is not None:
+        _show_pass(artifact, mlir, wanted, as_json)
+        return
     opened = details.open_selected(artifact, target)
     if graph is not None:
         text = details.read_graph(artifact, graph)
@@ -65,6 +74,23 @@ def inspect(
             details.SECTIONS[name](console, opened)
 
     emit(_make_document(opened, sections), as_json, view)
+
+
+def _show_pass(artifact: Path, mlir: bool, wanted: str | None, as_json: bool) -> None:
+    """A pass before and after, as MLIR."""
+    from mmcompile.core.errors import UsageError
+
+    if wanted is None or not mlir:
+        raise UsageError("--mlir and --pass go together", fix="write e.g. --mlir --pass match_rms_norm")
+    from mmcompile.driver.reopen import show_pass
+
+    shown = show_pass(artifact, wanted)
+
+    def view(console: Console) -> None:
+        for side, graph in shown.items():
+            print(f"// {side}: the graph after {graph['pass']}\n{graph['mlir']}")
+
+    emit(shown, as_json, view)
 
 
 def _make_document(opened: details.Opened, sections: list[str]) -> dict[str, Any]:

@@ -130,11 +130,12 @@ def describe_value(value: Any) -> str:
 
 
 def print_graph(graph_module: fx.GraphModule) -> str:
-    """Stable text of a graph, one node a line: name, operation, arguments, value, source."""
+    """Stable text of a graph, one node a line: name, operation, arguments, value, source (``graph_text`` reads it)."""
     lines = []
     described: dict[int, str] = {}
     for node in graph_module.graph.nodes:
-        args = ", ".join([str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()])
+        given = [_print_argument(a) for a in node.args]
+        args = ", ".join(given + [f"{k}={_print_argument(v)}" for k, v in node.kwargs.items()])
         if node.op in ("placeholder", "get_attr"):
             text = f"{node.name} = {node.op} {node.target}"
         elif node.op == "output":
@@ -147,6 +148,11 @@ def print_graph(graph_module: fx.GraphModule) -> str:
         comment = "  ".join(part for part in (described[id(value)], source_of(node)) if part)
         lines.append(f"{text}    # {comment}" if comment else text)
     return "\n".join(lines) + "\n"
+
+
+def _print_argument(value: Any) -> str:
+    """An argument as Python writes it; devices as the strings that torch takes for them."""
+    return repr(str(value)) if isinstance(value, str | torch.device) else str(value)
 
 
 def is_pure(node: fx.Node) -> bool:

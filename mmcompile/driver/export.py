@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torch import fx
+
 from mmcompile.capture.export import Captured
 from mmcompile.capture.tensors import require_package
 from mmcompile.core.errors import ArtifactError, UsageError, unknown_name
@@ -15,14 +17,14 @@ from mmcompile.core.runner import run_passes
 from mmcompile.driver.doors import open_door
 from mmcompile.driver.options import BuildOptions
 from mmcompile.driver.progress import Progress, silent
+from mmcompile.driver.reopen import is_artifact, read_after, reopen
 from mmcompile.driver.rewrite import find_stored_scheme
+from mmcompile.interchange.plain_cache import PAGED
 from mmcompile.passes.pipeline import list_passes
 
 MLIR_FORMATS = ("torch", "linalg", "stablehlo", "tosa")
 FORMATS = ("onnx", *MLIR_FORMATS, "mm")  # mm: MLIR for reading, with mm operations as they are
 NVFP4_FORMS = ("standard", "function")
-# These serve the paged cache of the runtime. A file has its cache as plain inputs and outputs instead.
-PAGED = ("insert_paged_cache", "insert_sparse_cache", "gather_last_token", "append_sampler")
 _PHASES = ("clean", "standardise", "quantize", "fuse", "layout")
 _PROTOBUF_LIMIT = 2**31 - 1
 
@@ -31,12 +33,13 @@ def export(
     model: str, out: Path, options: BuildOptions, *, format: str = "onnx", after: str = "layout",
     nvfp4: str = "standard", sizes: Mapping[str, int] | None = None, force: bool = False, progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
-    """Write the graph of ``model`` after a pass.
+    """Write the graph of ``model`` after a pass; of an artifact, its finished graph with its packed weights.
 
     Args:
         format: "onnx", or a form of MLIR (see interchange.mlir_writer), as bytecode if ``out`` ends in ``.mlirbc``,
             or "mm" (see interchange.mlir_view).
-        after: name of a pass, or of a phase (its last pass). The passes of the paged cache are left out.
+        after: name of a pass, or of a phase (its last pass). The passes of the paged cache are left out. Of an
+            artifact only "mm" has the graph after any pass (by name or number), as built, its paged cache included.
         nvfp4: "standard" or "function" (see interchange.onnx_writer). sizes: symbols to fix in MLIR.
         force: replace a file that is there.
 
@@ -50,26 +53,47 @@ def export(
         raise UsageError(
             f"sizes stay symbols in the format {format}", fix="leave --size out, or choose a format of MLIR"
         )
-    if (Path(model) / "manifest.json").is_file():
-        raise UsageError(
-            "an artifact holds launches and packed weights, not a graph",
-            where=model,
-            fix="name the model it was built from",
-        )
+    built = is_artifact(model)
+    if built:
+        _check_artifact(model, options, format, after)
     if out.exists() and not force:
         raise ArtifactError("the output exists already", where=str(out), fix="pass --force to replace it")
     if format == "onnx":
         require_package("onnx", "onnx")
     else:
         require_package("torch_mlir", "mlir")
-    captured, last = capture_until(model, options, after, progress)
-    if format == "onnx":
-        facts = _export_onnx(captured, out, Path(model).stem, nvfp4)
-    elif format == "mm":
-        facts = _export_view(captured, out)
+    if built and format == "mm":
+        graph_module, last = read_after(model, after)
+        facts = _export_view(graph_module, out)
     else:
-        facts = _export_mlir(captured, out, format, sizes or {})
+        captured, last = reopen(model) if built else capture_until(model, options, after, progress)
+        facts = _export_captured(captured, out, model, format, nvfp4, sizes or {})
     return {"path": str(out), "format": format, "after": last, **facts, "bytes": out.stat().st_size}
+
+
+def _check_artifact(model: str, options: BuildOptions, format: str, after: str) -> None:
+    """Raise UsageError for options that were decided when the artifact was built."""
+    if options != BuildOptions():
+        raise UsageError(
+            "an artifact was built with its options",
+            where=model,
+            fix="leave the options of a build out, or name the model",
+        )
+    if after != "layout" and format != "mm":
+        raise UsageError(
+            f"an artifact has packed weights for its finished graph alone, not for the one after {after}", where=model,
+            fix="leave --after out, name the model, or read it with --format mm",
+        )  # fmt: skip
+
+
+def _export_captured(
+    captured: Captured, out: Path, model: str, format: str, nvfp4: str, sizes: Mapping[str, int]
+) -> dict[str, Any]:
+    if format == "onnx":
+        return _export_onnx(captured, out, Path(model).stem, nvfp4)
+    if format == "mm":
+        return _export_view(captured.graph_module, out)
+    return _export_mlir(captured, out, format, sizes)
 
 
 def capture_until(model: str, options: BuildOptions, after: str, progress: Progress) -> tuple[Captured, str]:
@@ -116,13 +140,13 @@ def _export_mlir(captured: Captured, out: Path, form: str, sizes: Mapping[str, i
     return {"nodes": made.nodes, "functions": [], "inputs": list(made.inputs), "outputs": list(made.outputs)}
 
 
-def _export_view(captured: Captured, out: Path) -> dict[str, Any]:
+def _export_view(graph_module: fx.GraphModule, out: Path) -> dict[str, Any]:
     from mmcompile.interchange.mlir_view import format_mlir
 
-    text = format_mlir(captured.graph_module).encode()
+    text = format_mlir(graph_module).encode()
     _write(out, lambda stream: stream.write(text))
-    nodes = [n for n in captured.graph_module.graph.nodes if n.op == "call_function"]
-    inputs = [i.name for i in captured.inputs]
+    nodes = [n for n in graph_module.graph.nodes if n.op == "call_function"]
+    inputs = [str(n.target) for n in graph_module.graph.find_nodes(op="placeholder")]
     return {"nodes": len(nodes), "functions": [], "inputs": inputs, "outputs": []}
 
 

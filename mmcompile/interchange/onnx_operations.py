@@ -171,6 +171,11 @@ def _to(c: Context, n: fx.Node, a: dict[str, Any]) -> str:
     return str(c.builder.add("Cast", [c.name(n.args[0])], name=n.name, to=ELEMENT_TYPES[_value(n).dtype]))
 
 
+def _clamp(c: Context, n: fx.Node, a: dict[str, Any]) -> str:
+    bounds = ["" if a[k] is None else c.name(a[k], _value(n)) for k in ("min", "max")]
+    return str(c.builder.add("Clip", [c.name(a["self"]), *bounds], name=n.name))
+
+
 def _softmax(c: Context, n: fx.Node, a: dict[str, Any]) -> str:
     return str(c.builder.add("Softmax", [c.name(a["self"])], name=n.name, axis=a["dim"]))
 
@@ -253,6 +258,7 @@ TABLE: dict[Any, Writer] = {
     aten.rsqrt.default: _rsqrt,
     aten.silu.default: _silu,
     aten.gelu.default: _gelu,
+    aten.clamp.default: _clamp,
     aten.pow.Tensor_Scalar: _pow,
     aten.mean.dim: _mean,
     aten.softmax.int: _softmax,
