@@ -28,7 +28,8 @@ def test_a_sample(tmp_path: Path):
 
 @pytest.mark.slow
 def test_all(tmp_path: Path):
+    """docs/doors.md has the table of the newest run."""
     table = node_cases.sweep(tmp_path)
     table.print()
     assert not table.failures
-    assert table.counts["passed"] >= 1400
+    assert sum(count for outcome, count in table.counts.items() if outcome.startswith("passed")) >= 1700
