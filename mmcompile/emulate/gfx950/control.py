@@ -78,6 +78,25 @@ def resolve_symbols(kernel: Kernel) -> None:
             kernel.instructions[index] = Instruction(i.op, (*i.operands[:-1], hex(value)), i.modifiers, i.line, i.text)
 
 
+def build_clock(i: Instruction) -> Decoded:
+    """s_memtime, s_memrealtime: a counter of 64 bits, which returns like a scalar load.
+
+    Time is the number of instructions that the launch has executed, in whatever unit the register counts (those of
+    s_memrealtime are 10 ns, AMD Instinct CDNA4 ISA, "Scalar Memory Operations").
+    """
+    target = parse_operand(i.operands[0])
+    targets = target.list_registers()
+
+    def step(w: Waves) -> None:
+        w.put_pair(target.index, np.full(len(w.waves), w.executed, np.uint64))
+        for register in targets:
+            w.smem[register - SCALAR, w.rows] = True
+            w.load_line[register] = w.line
+        w.pending.update(targets)
+
+    return Decoded(step, (), targets, queue="smem")
+
+
 def _trap(w: Waves) -> None:
     raise w.fault("trap", "the kernel executed a trap")
 
@@ -109,6 +128,8 @@ def build(i: Instruction) -> Decoded | None:
         return build_branch(i)
     if i.op in ("s_getpc_b64", "s_setpc_b64", "s_swappc_b64"):
         return build_call(i)
+    if i.op in ("s_memtime", "s_memrealtime"):
+        return build_clock(i)
     if i.op == "s_barrier":
         return Decoded(lambda w: None, control="barrier", note=NOTE_READS)
     if i.op == "s_endpgm":

@@ -122,6 +122,7 @@ class Scheduler:
     def count(self, block: Block, lanes: int) -> None:
         """Report and progress."""
         self.report.instructions += len(block.steps) * lanes
+        self.w.executed += len(block.steps) * len(self.w.waves)
         if not block.covered:
             block.covered = True
             self.report.covered.update(step.line for step in block.steps)

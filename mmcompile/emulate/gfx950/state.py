@@ -99,6 +99,8 @@ class Waves:
         self.races: Races | None = None
         self.line, self.text, self.index = 0, "", 0
         self.jump: Array | None = None
+        # Instructions executed by all waves.
+        self.executed = 0
         # Changes of device memory; polls of each wave since the last one; sums of addresses by line (``count_polls``).
         self.progress = 0
         self.polled: npt.NDArray[np.int64] = np.zeros(waves, np.int64)

@@ -247,3 +247,26 @@ def test_calls():
         .LEND:"""
     (result,) = run_snippet(body, [LANES], ["v10"])
     assert (result == LANES + 5).all()
+
+
+@pytest.mark.parametrize("clock", ["s_memrealtime", "s_memtime"])
+def test_clocks_advance_and_return_like_scalar_loads(clock):
+    body = f"""{clock} s[8:9]
+        s_waitcnt lgkmcnt(0)
+        v_mov_b32_e32 v10, 0
+        .LLOOP:
+        v_add_u32_e32 v10, 1, v10
+        v_readfirstlane_b32 s14, v10
+        {clock} s[10:11]
+        s_waitcnt lgkmcnt(0)
+        s_sub_u32 s12, s10, s8
+        s_subb_u32 s13, s11, s9
+        s_cmp_lt_u32 s12, 100
+        s_cbranch_scc1 .LLOOP
+        v_mov_b32_e32 v11, s12
+        v_mov_b32_e32 v12, s13"""
+    rounds, low, high = run_snippet(body, [LANES], ["v10", "v11", "v12"])
+    assert (rounds > 5).all() and (rounds < 50).all()
+    assert (low >= 100).all() and (low < 150).all() and (high == 0).all()
+    fault = expect_fault("in flight", f"{clock} s[8:9]\nv_mov_b32_e32 v10, s9")
+    assert "s9" in fault.what
