@@ -1,4 +1,4 @@
-"""Decode steps of artifacts on an NVIDIA GPU: standalone launches under a CUDA graph against mono-decode by layer and step.
+"""Decode steps of artifacts on an NVIDIA GPU: standalone launches in a CUDA graph against mono-decode by layer and step.
 
 The artifacts are built elsewhere without a GPU (`mmcompile build ... --weights none --mono step`); weights are random:
 

@@ -52,6 +52,7 @@ def emit_kernel(
     num_stages: int = 2,
     ledger: Mapping[str, bool] | None = None,
     replicable: bool = False,
+    prefetch: str = "",
 ) -> KernelSource:
     """Write the source of one kernel.
 
@@ -61,7 +62,7 @@ def emit_kernel(
         parameters: run-time arguments of the entry point, in order.
         body: statements of the entry point, e.g. "tile_rms_norm(tl.program_id(0), x, weight, result, N, EPS)".
         intrinsics: jit functions that replace those of the same name (a target's own versions).
-        replicable: see KernelSource.
+        replicable: see KernelSource. prefetch: see KernelParts.
     """
     sources: dict[str, str] = {}
     for tile in tiles:
@@ -77,7 +78,9 @@ def emit_kernel(
         tuple((key, value.strip()) for key, value in sources.items()),
         tuple((key, str(value)) for key, value in constants.items()),
         textwrap.dedent(body).strip(),
+        prefetch,
     )
     return KernelSource(
-        name, text, tuple(parameters), grid, num_warps, num_stages, dict(ledger or {}), parts=parts, replicable=replicable
-    )
+        name, text, tuple(parameters), grid, num_warps, num_stages, dict(ledger or {}),
+        parts=parts, replicable=replicable,
+    )  # fmt: skip

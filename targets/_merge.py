@@ -6,16 +6,15 @@ import ast
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmcompile.core.kernel import KernelParts, KernelSource, Parameter
-from mmcompile.core.schedule import ARGUMENTS, COUNTER_STRIDE, FINISH, STAGE_WORDS, WAITS
+from mmcompile.core.schedule import ARGUMENTS, COUNTER_STRIDE, FAULT, FINISH, STAGE_WARPS, STAGE_WORDS, WAITS
 from mmcompile.core.spec import TargetSpec
 from mmcompile.targets._emit import HEADER, collect_functions
 from mmcompile.targets._intrinsics import synchronise, synchronise_cuda, synchronise_hip
 
-NUM_WARPS = 4
 _OWN = (Parameter("table", "*i64", "table"), Parameter("counters", "*i32", "counters"),
         Parameter("first", "i32", "first"), Parameter("last", "i32", "last"))  # fmt: skip
 _PROGRAM = re.compile(r"\btl\.program_id\(([012])\)")
@@ -26,8 +25,9 @@ def refuse_merge(source: KernelSource) -> str | None:
     """The reason why a kernel cannot become a stage, or None: its tiles must know their place from the entry only."""
     if source.parts is None:
         return "its text is not made of tile functions"
-    if source.num_warps > NUM_WARPS:
-        return f"it needs {source.num_warps} warps, a stage has {NUM_WARPS}"
+    fixed = source.lanes or source.num_warps > STAGE_WARPS
+    if fixed and source.num_warps != STAGE_WARPS:
+        return f"it needs {source.num_warps} warps, a stage has {STAGE_WARPS}"
     texts = [text for _, text in source.parts.functions]
     if any(word in text for text in texts for word in ("tl.program_id", "tl.num_programs")):
         return "a tile function asks for its place in the grid"
@@ -73,29 +73,36 @@ def _free_names(text: str) -> set[str]:
 
 
 def _write_stage(number: int, source: KernelSource, names: _Names) -> str:
-    """The function of one stage: the kernel's entry point with its place in the grid as parameters."""
+    """The functions of one stage: the kernel's entry point, and its prefetch, with their place in the grid given."""
     assert source.parts is not None
-    body, local = names.add(source.parts, number)
-    lines = [f"{name}: tl.constexpr = {value}" for name, value in local.items()]
-    lines.append(_PROGRAM.sub(r"program_\1", body))
     signature = ", ".join(["program_0", "program_1", "program_2", *(p.name for p in source.parameters)])
-    text = textwrap.indent("\n".join(lines), "    ")
-    return f'@triton.jit\ndef stage_{number}({signature}):\n    """{source.name}"""\n{text}'
+    written = []
+    for prefix, body in (("stage", source.parts.body), ("prefetch", source.parts.prefetch)):
+        if body:
+            body, local = names.add(replace(source.parts, body=body), number)
+            lines = [f"{name}: tl.constexpr = {value}" for name, value in local.items()]
+            text = textwrap.indent("\n".join([*lines, _PROGRAM.sub(r"program_\1", body)]), "    ")
+            written.append(f'@triton.jit\ndef {prefix}_{number}({signature}):\n    """{source.name}"""\n{text}')
+    return "\n\n\n".join(written)
 
 
 def _write_branch(number: int, source: KernelSource) -> str:
-    """Load the arguments of the stage from its row of the table and walk this program's tiles."""
+    """Load the stage's arguments from its row of the table, ask for weights, wait, and walk this program's tiles."""
+    assert source.parts is not None
     lines, arguments, slot = [], [], 0
     for parameter in source.parameters:
         if not parameter.type.startswith("*"):
             arguments.append(parameter.value)
             continue
-        dtype = _POINTERS[parameter.type[1:]]
-        lines.append(f"a{slot} = load_pointer(row, {slot}, program, {dtype})")
+        lines.append(f"a{slot} = load_pointer(row, {slot}, program, {_POINTERS[parameter.type[1:]]})")
         arguments.append(f"a{slot}")
         slot += 1
+    if source.parts.prefetch:
+        call = ", ".join(["begin % x", "begin // x % y", "begin // (x * y)", *arguments])
+        lines.append(f"prefetch_{number}({call})")
     call = ", ".join(["tile % x", "tile // x % y", "tile // (x * y)", *arguments])
-    lines += ["for tile in range(begin, tiles, step):", f"    stage_{number}({call})"]
+    lines += ["ready = await_stages(row, first, counters, stage, program)", "if ready:",
+              "    for tile in range(begin, tiles, step):", f"        stage_{number}({call})"]  # fmt: skip
     return f"{'if' if number == 0 else 'elif'} body == {number}:\n" + textwrap.indent("\n".join(lines), "    ")
 
 
@@ -103,11 +110,25 @@ _POINTERS = {
     "bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32", "fp8e4nv": "tl.float8e4nv",
     "u8": "tl.uint8", "i8": "tl.int8", "i32": "tl.int32", "i64": "tl.int64",
 }  # fmt: skip
-_LOAD_POINTER = f'''@triton.jit
+_READ_ROW = f'''@triton.jit
 def load_pointer(row, slot: tl.constexpr, program, dtype: tl.constexpr):
     """Argument ``slot`` of a stage: an address and how far the copies of the programs lie apart."""
     address = tl.load(row + {ARGUMENTS} + 2 * slot) + tl.load(row + {ARGUMENTS} + 2 * slot + 1) * program
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)'''
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def await_stages(row, first, counters, stage, program):
+    """Wait for the stages that the row names, but for those of earlier launches; False if one wait is in vain."""
+    waits = tl.load(row + 6).to(tl.int32)
+    ready = waits >= 0
+    for wait in range(waits):
+        source = tl.load(row + {WAITS} + 2 * wait).to(tl.int32)
+        target = tl.load(row + {WAITS + 1} + 2 * wait).to(tl.int32)
+        if source >= first:
+            place = counters + (source + 1) * {COUNTER_STRIDE}
+            ready = ready & wait_for(place, target, counters + {FAULT}, stage + 1 + program * 65536)
+    return ready'''
 _ENTRY = f'''@triton.jit
 def {{name}}({{signature}}):
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -117,26 +138,18 @@ def {{name}}({{signature}}):
         body, tiles = tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32)
         x, y = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
         base, replicated = tl.load(row + 4).to(tl.int32), tl.load(row + 5)
-        waits, awaited = tl.load(row + 6).to(tl.int32), tl.load(row + 7)
         begin, step = (program + programs - base) % programs, programs
         if replicated != 0:
             begin, step = 0, 1
-        following = stage + 1
+        ready = stage >= 0
         if begin < tiles:
-            for wait in range(waits):
-                source = tl.load(row + {WAITS} + 2 * wait).to(tl.int32)
-                target = tl.load(row + {WAITS + 1} + 2 * wait).to(tl.int32)
-                if source >= first:
-                    place = counters + (source + 1) * {COUNTER_STRIDE}
-                    if not wait_for(place, target, counters + 1, stage + 1 + program * 65536):
-                        following = last
-            if following <= stage + 1:
 {{branches}}
-                if awaited != 0:
+            if ready:
+                if tl.load(row + 7) != 0:
                     count_arrival(counters + (stage + 1) * {COUNTER_STRIDE})
                 else:
                     finish_stores()
-        stage = following
+        stage = tl.where(ready, stage + 1, last)
     if count_arrival(counters + {FINISH}) == programs - 1:
         for start in range(first, last, 1024):
             stages = start + tl.arange(0, 1024)
@@ -153,22 +166,24 @@ def merge_kernels(name: str, sources: Sequence[KernelSource], spec: TargetSpec) 
     names = _Names()
     functions: dict[str, str] = {}
     replacements: Any = vars(_INTRINSICS[spec.backend])
-    for function in (synchronise.wait_for, synchronise.finish_stores, synchronise.count_arrival):
+    for function in (synchronise.wait_for, synchronise.finish_stores, synchronise.count_arrival,
+                     synchronise.prefetch_bytes):
         collect_functions(function, replacements, functions)
     stages = [_write_stage(number, source, names) for number, source in enumerate(sources)]
     symbols = sorted({p.value for s in sources for p in s.parameters if not p.type.startswith("*")})
     parameters = (*_OWN, *(Parameter(symbol, "i32", symbol) for symbol in symbols))
-    branches = textwrap.indent("\n".join(_write_branch(n, s) for n, s in enumerate(sources)), " " * 16)
+    branches = textwrap.indent("\n".join(_write_branch(n, s) for n, s in enumerate(sources)), " " * 12)
     entry = _ENTRY.format(name=name, signature=", ".join(p.name for p in parameters), branches=branches)
     constants = [f"{key} = tl.constexpr({value})" for key, value in names.constants.items()]
     title = "A decode step as one launch: every program walks the stages of the table in order."
     head = "\n".join([HEADER.format(title=title), *constants])
     alias = f"kernel = {name}  # the entry point; profilers show the longer name"
     tiles = [text.strip() for text in names.functions.values()]
-    text = "\n\n\n".join([head, *(t.strip() for t in functions.values()), *tiles, _LOAD_POINTER, *stages, entry, alias])
+    text = "\n\n\n".join([head, *(t.strip() for t in functions.values()), *tiles, _READ_ROW, *stages, entry, alias])
     ledger = {key: value for source in sources for key, value in source.ledger.items()}
     stages_kept = max(source.num_stages for source in sources)
-    return KernelSource(name, text + "\n", parameters, ("programs", "1", "1"), NUM_WARPS, stages_kept, ledger)
+    return KernelSource(name, text + "\n", parameters, ("programs", "1", "1"), STAGE_WARPS, stages_kept, ledger,
+                        lanes=any(source.lanes for source in sources))  # fmt: skip
 
 
 def count_resident(metadata: dict[str, Any], spec: TargetSpec) -> int:

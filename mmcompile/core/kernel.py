@@ -54,11 +54,13 @@ class KernelParts:
     Attributes:
         functions: (name, text) of the jit functions, callees first. constants: (name, expression) of the module.
         body: statements of the entry point; it asks for its tile by ``tl.program_id``.
+        prefetch: statements that ask for the weights of a tile (``prefetch_bytes``), before its inputs are there.
     """
 
     functions: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, str], ...]
     body: str
+    prefetch: str = ""
 
 
 @dataclass(frozen=True)

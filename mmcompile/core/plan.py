@@ -110,15 +110,14 @@ class Launch(Record):
 
 
 class Stage(Record):
-    """One kernel of a phase as a stage of a merged launch.
+    """A stage of a merged launch: ``record`` is a kernel that stands for (a part of) the phase's launch ``launch``.
 
-    ``launch`` and ``kernel``: which of the phase's launches, which of the kernels of its choice. ``body``: branch of
-    the merged kernel. ``waits``: earlier stages whose counters it waits for. ``replicated``: every program computes all
-    of its tiles, into a copy of its own.
+    The kernel exists as branch ``body`` of the merged one only. ``waits``: earlier stages whose counters it waits for.
+    ``replicated``: every program computes all of its tiles, into a copy of its own.
     """
 
     launch: int
-    kernel: int
+    record: KernelLaunch
     body: int
     waits: tuple[int, ...] = ()
     replicated: bool = False

@@ -22,6 +22,10 @@ from mmcompile.core.errors import LoweringError
 from mmcompile.core.expression import Expression, evaluate
 from mmcompile.core.plan import Stage
 
+MERGED_PHASE = "decode"
+MOST_TOKENS = 16
+STAGE_WARPS = 4
+"""Warps of a merged kernel; a call that asks for a stage says so by its attribute "warps"."""
 MOST_WAITS = 4
 MOST_ARGUMENTS = 16
 WAITS = 8

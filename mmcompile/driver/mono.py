@@ -5,28 +5,37 @@ from __future__ import annotations
 from typing import cast
 
 from mmcompile.core.plan import Plan, Schedule
+from mmcompile.core.schedule import MERGED_PHASE as PHASE
 from mmcompile.core.spec import TargetSpec
 from mmcompile.driver.compile import Compiled
 from mmcompile.driver.summary import assign_layers
 from mmcompile.lower.merge import Merge, Mode, Scheduler, find_merge, propose_merges
 from mmcompile.lower.plan import Lowered
+from mmcompile.lower.select import RefuseSource
 from mmcompile.targets._target import Target
 
-PHASE = "decode"
 MOST_PROGRAMS_A_UNIT = 4
 
 
-def propose_decode_merges(lowered: Lowered, target: Target, mono: str) -> list[Merge]:
-    """Add the merged kernels of the decode phase to the sources to compile."""
-    if mono == "off" or PHASE not in lowered.plan.phases or not target.spec.backend:
-        return []
-    from mmcompile.targets._merge import merge_kernels, refuse_merge
+def find_stage_rule(target: Target, mono: str) -> RefuseSource | None:
+    """What may not become a stage of a merged launch of the target; None if none is wanted."""
+    if mono == "off" or not target.spec.backend:
+        return None
+    from mmcompile.targets._merge import refuse_merge
 
-    phase = lowered.plan.phases[PHASE]
-    merges, reason = propose_merges(phase, lowered.sources, refuse_merge)
+    return refuse_merge
+
+
+def propose_decode_merges(lowered: Lowered, target: Target) -> list[Merge]:
+    """Add the merged kernels of the decode phase to the sources to compile."""
+    if lowered.stages is None:
+        return []
+    from mmcompile.targets._merge import merge_kernels
+
+    merges, reason = propose_merges(lowered.plan.phases[PHASE], lowered.stages)
     for merge in merges:
         if merge.name not in lowered.sources:
-            sources = [lowered.sources[name] for name in merge.kernels]
+            sources = [lowered.stages.sources[name] for name in merge.kernels]
             lowered.sources[merge.name] = merge_kernels(merge.name, sources, target.spec)
     _update(lowered, unmerged=reason)
     return merges
@@ -34,13 +43,13 @@ def propose_decode_merges(lowered: Lowered, target: Target, mono: str) -> list[M
 
 def schedule_decode(lowered: Lowered, merges: list[Merge], compiled: Compiled, target: Target, mono: str) -> None:
     """Give the decode phase its schedules; what the proof refuses stops the build."""
-    if not merges:
+    if not merges or lowered.stages is None:
         return
     from mmcompile.targets._merge import count_resident
 
     plan, spec = lowered.plan, target.spec
     phase = plan.phases[PHASE]
-    replicable = {name for name, source in lowered.sources.items() if source.replicable}
+    replicable = {name for name, source in lowered.stages.sources.items() if source.replicable}
     scheduler = Scheduler(plan, phase, replicable, spec, assign_layers(plan, phase))
     schedules = []
     for merge in merges:
@@ -54,7 +63,7 @@ def schedule_decode(lowered: Lowered, merges: list[Merge], compiled: Compiled, t
 def reschedule(plan: Plan, spec: TargetSpec, schedule: Schedule, programs: int) -> Schedule:
     """The same stages for another number of programs, placed and proven anew; all of them are taken to be resident."""
     phase = plan.phases[PHASE]
-    merge = find_merge(phase, schedule)
+    merge = find_merge(schedule)
     replicable = {merge.kernels[stage.body] for stage in schedule.stages if stage.replicated}
     scheduler = Scheduler(plan, phase, replicable, spec, assign_layers(plan, phase))
     made = scheduler.make(merge, schedule.kernel, programs, programs, "step")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mmcompile.core.kernel import KernelSource
 from mmcompile.core.ops.define import get_op
-from mmcompile.core.plan import Buffer, KernelLaunch, Launch, Phase, Plan, Schedule, Stage, View
+from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Phase, Plan, Schedule, Stage, View
 from mmcompile.core.schedule import (
     MOST_ARGUMENTS,
+    MOST_TOKENS,
     Access,
     Placed,
     choose_waits,
@@ -22,8 +22,8 @@ from mmcompile.core.schedule import (
 )
 from mmcompile.core.spec import TargetSpec
 from mmcompile.lower.memory import Lifetime, plan_memory, size_of
+from mmcompile.lower.phase import Stages
 
-MOST_TOKENS = 16
 REPLICATED_TOKENS = 2
 """Up to so many tokens a row operation costs less on every program than waiting for the one that did it."""
 LAUNCH_SECONDS, WAIT_SECONDS, BANDWIDTH_SHARE = 2.2e-6, 1.2e-6, 0.9
@@ -36,13 +36,17 @@ Mode = Literal["standalone", "layer", "step"]
 class Merge:
     """Kernels of a phase that make one launch for token counts from ``low`` to ``high``.
 
-    ``places``: (launch, kernel of its choice) of every stage. ``kernels``: the different ones, in order of appearance.
+    ``places``: (launch, kernel) of every stage.
     """
 
     low: int
     high: int
-    places: tuple[tuple[int, int], ...]
-    kernels: tuple[str, ...]
+    places: tuple[tuple[int, KernelLaunch], ...]
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The different kernels, in order of appearance."""
+        return tuple(dict.fromkeys(record.kernel for _, record in self.places))
 
     @property
     def name(self) -> str:
@@ -50,66 +54,35 @@ class Merge:
         return f"mono_decode_{hashlib.sha256(repr(self.kernels).encode()).hexdigest()[:8]}"
 
 
-def find_merge(phase: Phase, schedule: Schedule) -> Merge:
+def find_merge(schedule: Schedule) -> Merge:
     """What a schedule was made of."""
-    places = tuple((stage.launch, stage.kernel) for stage in schedule.stages)
-    kernels: dict[int, str] = {}
-    for stage in schedule.stages:
-        choice = phase.launches[stage.launch].choose(schedule.high)
-        assert choice is not None
-        kernels[stage.body] = choice.kernels[stage.kernel].kernel
-    return Merge(schedule.low, schedule.high, places, tuple(kernels[body] for body in sorted(kernels)))
+    return Merge(schedule.low, schedule.high, tuple((stage.launch, stage.record) for stage in schedule.stages))
 
 
-def propose_merges(
-    phase: Phase, sources: Mapping[str, KernelSource], refuse: Callable[[KernelSource], str | None]
-) -> tuple[list[Merge], str]:
-    """For every range of token counts up to 16 the longest run of launches that can be merged, and why others cannot.
-
-    refuse: why a kernel cannot become a stage, or None.
-    """
-    limits = {c.max_tokens for launch in phase.launches for c in launch.choices if c.max_tokens}
+def propose_merges(phase: Phase, stages: Stages) -> tuple[list[Merge], str]:
+    """For every range of token counts up to 16 the longest run of launches to merge, and why others cannot be."""
+    limits = {c.max_tokens for choices in stages.choices for c in choices if c.max_tokens}
     bounds = sorted({limit for limit in limits if limit < MOST_TOKENS} | {REPLICATED_TOKENS, MOST_TOKENS})
     merges, reasons, low = [], {}, 1
     for high in bounds:
-        run: list[int] = []
-        best: list[int] = []
-        for index, launch in enumerate(phase.launches):
-            reason = _refuse_launch(launch, high, sources, refuse)
-            if reason is not None:
+        run: list[tuple[int, KernelLaunch]] = []
+        best: list[tuple[int, KernelLaunch]] = []
+        for index, (launch, choices) in enumerate(zip(phase.launches, stages.choices, strict=True)):
+            choice = next((c for c in choices if c.max_tokens is None or c.max_tokens >= high), None)
+            reason = _refuse_choice(choice) or ("" if choice else stages.reasons[index] or "it has no kernel")
+            if reason:
                 reasons[f"{launch.op}: {reason}"] = None
-            run = [*run, index] if reason is None else []
+            run = [*run, *((index, kernel) for kernel in choice.kernels)] if choice and not reason else []
             best = run if len(run) > len(best) else best
         if len(best) > 1:
-            merges.append(_make_merge(phase, low, high, best))
+            merges.append(Merge(low, high, tuple(best)))
         low = high + 1
     return merges, "; ".join(sorted(reasons))
 
 
-def _refuse_launch(
-    launch: Launch, tokens: int, sources: Mapping[str, KernelSource], refuse: Callable[[KernelSource], str | None]
-) -> str | None:
-    choice = launch.choose(tokens)
-    if choice is None:
-        return "it has no kernel"
-    for kernel in choice.kernels:
-        reason = refuse(sources[kernel.kernel])
-        if reason is not None:
-            return reason
-        if sum(isinstance(a, View) for a in kernel.arguments) > MOST_ARGUMENTS:
-            return f"its kernel takes more than {MOST_ARGUMENTS} pointers"
-    return None
-
-
-def _make_merge(phase: Phase, low: int, high: int, run: Sequence[int]) -> Merge:
-    places, kernels = [], {}
-    for index in run:
-        choice = phase.launches[index].choose(high)
-        assert choice is not None
-        for number, kernel in enumerate(choice.kernels):
-            places.append((index, number))
-            kernels[kernel.kernel] = None
-    return Merge(low, high, tuple(places), tuple(kernels))
+def _refuse_choice(choice: Choice | None) -> str:
+    counts = [sum(isinstance(a, View) for a in k.arguments) for k in choice.kernels] if choice else []
+    return f"its kernel takes more than {MOST_ARGUMENTS} pointers" if max(counts, default=0) > MOST_ARGUMENTS else ""
 
 
 @dataclass
@@ -132,12 +105,11 @@ class Scheduler:
         wanted: "layer" or "step"; the faster of it and "standalone" becomes the mode. Raises LoweringError where the
         proof fails.
         """
-        launches = [self._kernel(merge, i) for i in range(len(merge.places))]
         private = self._find_private(merge)
         stages = [
-            Stage(launch=launch, kernel=number, body=merge.kernels.index(record.kernel),
+            Stage(launch=launch, record=record, body=merge.kernels.index(record.kernel),
                   replicated=self._is_replicated(merge, i, private))
-            for i, ((launch, number), record) in enumerate(zip(merge.places, launches, strict=True))
+            for i, (launch, record) in enumerate(merge.places)
         ]  # fmt: skip
         symbols = self.plan.symbols | {"tokens": merge.high, "batch": merge.high}
         offsets, private_bytes = self._place_private(merge, private, symbols)
@@ -161,17 +133,10 @@ class Scheduler:
             seconds=seconds, basis="cost model",
         )  # fmt: skip
 
-    def _kernel(self, merge: Merge, index: int) -> KernelLaunch:
-        launch, number = merge.places[index]
-        choice = self.phase.launches[launch].choose(merge.high)
-        assert choice is not None
-        return choice.kernels[number]
-
     def _place(self, merge: Merge, stages: Sequence[Stage], tokens: int, programs: int) -> list[Placed]:
-        records = [self._kernel(merge, i) for i in range(len(stages))]
         names = [self.phase.launches[s.launch].name for s in stages]
         symbols = self.plan.symbols | {"tokens": tokens, "batch": tokens}
-        return place_stages(stages, names, [r.grid for r in records], symbols, programs)
+        return place_stages(stages, names, [s.record.grid for s in stages], symbols, programs)
 
     def _is_replicated(self, merge: Merge, index: int, private: set[str]) -> bool:
         launch = self.phase.launches[merge.places[index][0]]
@@ -192,7 +157,7 @@ class Scheduler:
             launch = self.phase.launches[merge.places[index][0]]
             names = {view.buffer for view in launch.outputs}
             temporary = all(self.plan.buffers[name].role == "temporary" for name in names)
-            if self._kernel(merge, index).kernel in self.replicable and temporary and not names & outside:
+            if merge.places[index][1].kernel in self.replicable and temporary and not names & outside:
                 found |= names
         return found
 
@@ -202,7 +167,7 @@ class Scheduler:
         """Offsets of the private buffers in a program's part; those never alive together share memory."""
         lifetimes: dict[str, Lifetime] = {}
         for index in range(len(merge.places)):
-            for view in self._kernel(merge, index).arguments:
+            for view in merge.places[index][1].arguments:
                 if isinstance(view, View) and view.buffer in private:
                     first = lifetimes[view.buffer].first if view.buffer in lifetimes else index
                     lifetimes[view.buffer] = Lifetime(first, index)
@@ -215,7 +180,7 @@ class Scheduler:
         written = self._list_written(merge.places[index][0])
         inputs = {v.buffer for v in self.phase.launches[merge.places[index][0]].inputs.values() if v is not None}
         found = {}
-        for view in self._kernel(merge, index).arguments:
+        for view in merge.places[index][1].arguments:
             if not isinstance(view, View) or view.buffer in private:
                 continue
             buffer = self.plan.buffers[view.buffer]
@@ -251,7 +216,7 @@ class Scheduler:
         weights = {
             view.buffer
             for i in range(len(stages))
-            for view in self._kernel(merge, i).arguments
+            for view in merge.places[i][1].arguments
             if isinstance(view, View) and self.plan.buffers[view.buffer].role == "weight"
         }
         symbols = self.plan.symbols | {"tokens": merge.low, "batch": merge.low}

@@ -16,11 +16,12 @@ from mmcompile.core.graph import depends_only_on_weights, find_op, full_argument
 from mmcompile.core.kernel import KernelSource, OpCall, Operand
 from mmcompile.core.ops import OPS
 from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Launch, Phase, Role, View
+from mmcompile.core.schedule import MOST_TOKENS, STAGE_WARPS
 from mmcompile.lower.caches import place_caches
 from mmcompile.lower.memory import Lifetime, plan_memory
 from mmcompile.lower.operands import Operands, dtype_name, is_view, place_input, resolve_view
 from mmcompile.lower.regions import Group, build_region, find_regions
-from mmcompile.lower.select import Selected, Selector
+from mmcompile.lower.select import RefuseSource, Selected, Selector
 
 _VECTOR_BYTES = 16
 
@@ -40,6 +41,15 @@ class LoweredPhase:
 
 
 @dataclass
+class Stages:
+    """Kernels that each launch would be made of inside a merged one, or why there are none, and their sources."""
+
+    choices: list[tuple[Choice, ...]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    sources: dict[str, KernelSource] = field(default_factory=dict)
+
+
+@dataclass
 class PhaseLowering:
     """The state of lowering one graph; ``strict`` makes an operation without a kernel an error."""
 
@@ -56,6 +66,7 @@ class PhaseLowering:
     launches: list[Launch] = field(default_factory=list)
     sources: dict[str, KernelSource] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
+    stages: Stages | None = None
 
     def walk(self) -> None:
         """Make the launches, without kernels, going through the graph once in order."""
@@ -74,13 +85,28 @@ class PhaseLowering:
         results = tuple(r for r in (self.operands.operand(v) for v in launch.outputs) if isinstance(r, Operand))
         return OpCall(launch.op.partition(".")[2], operands, results, launch.attributes | {"phase": self.name})
 
-    def finish(self, layouts: Mapping[str, str]) -> LoweredPhase:
-        """Choose kernels with the weights in the given layouts (by buffer name), and plan the memory."""
+    def finish(self, layouts: Mapping[str, str], refuse_stage: RefuseSource | None = None) -> LoweredPhase:
+        """Choose kernels with the weights in the given layouts (by buffer name), and plan the memory.
+
+        refuse_stage: choose kernels that may become stages of a merged launch too; this one says which may not.
+        """
         for name in layouts.keys() & self.operands.buffers.keys():
             self.operands.buffers[name] = self.operands.buffers[name].model_copy(update={"layout": layouts[name]})
         if self.selector is not None:
             self.launches = [self._choose(launch, self.selector) for launch in self.launches]
+            if refuse_stage is not None:
+                self.stages = self._choose_stages(self.selector, refuse_stage)
         return self._plan()
+
+    def _choose_stages(self, selector: Selector, refuse: RefuseSource) -> Stages:
+        """For every launch the kernels that would be its stages for up to ``MOST_TOKENS`` tokens."""
+        found = Stages()
+        for launch in self.launches:
+            selected, reason = self.find_kernels(launch, selector, refuse=refuse)
+            choices = tuple(self._bind(launch.name, s, launch.inputs, launch.outputs, found.sources) for s in selected)
+            found.choices.append(choices)
+            found.reasons.append(reason)
+        return found
 
     def _lower_call(self, node: fx.Node, group: Group | None) -> None:
         looks = node.target is operator.getitem or (is_view(node) and self._has_view_input(node))
@@ -186,13 +212,20 @@ class PhaseLowering:
                 where=", ".join(filter(None, (f"node {node}", launch.source))),
                 fix="drop --strict to run it by its reference, or write a kernel template for it",
             )
-        choices = tuple(self._bind(launch.name, s, launch.inputs, launch.outputs) for s in selected)
+        choices = tuple(self._bind(launch.name, s, launch.inputs, launch.outputs, self.sources) for s in selected)
         return launch.model_copy(update={"choices": choices, "reason": reason})
 
     def find_kernels(
-        self, launch: Launch, selector: Selector, layouts: Mapping[str, str] = {}
+        self,
+        launch: Launch,
+        selector: Selector,
+        layouts: Mapping[str, str] = {},
+        refuse: RefuseSource | None = None,
     ) -> tuple[tuple[Selected, ...], str]:
-        """Kernels of a launch with the operands ``layouts`` (by name) in those layouts; or () and the reason."""
+        """Kernels of a launch with the operands ``layouts`` (by name) in those layouts; or () and the reason.
+
+        refuse: look for stages of a merged launch, to which it may object.
+        """
         if launch.op.partition(".")[0] not in ("mm", "region"):
             return (), f"{launch.op} is no mm:: operation and no step of a generated kernel"
         misaligned = self._find_misaligned([*launch.inputs.values(), *launch.outputs])
@@ -203,7 +236,10 @@ class PhaseLowering:
             operand = call.operands[name]
             assert operand is not None
             call.operands[name] = replace(operand, layout=layout)
-        return selector.select(call, self.symbols.get("tokens"))
+        if refuse is None:
+            return selector.select(call, self.symbols.get("tokens"))
+        call = replace(call, attributes=call.attributes | {"warps": STAGE_WARPS})
+        return selector.select(call, MOST_TOKENS, refuse)
 
     def _find_misaligned(self, views: list[View | None]) -> str:
         """Buffer of the first view that kernels, which load 16 bytes at a time, cannot take; "" if there is none."""
@@ -214,8 +250,15 @@ class PhaseLowering:
                     return view.buffer
         return ""
 
-    def _bind(self, name: str, selected: Selected, inputs: dict[str, View | None], outputs: tuple[View, ...]) -> Choice:
-        """Give every parameter of the emitted kernels its view or symbol."""
+    def _bind(
+        self,
+        name: str,
+        selected: Selected,
+        inputs: dict[str, View | None],
+        outputs: tuple[View, ...],
+        sources: dict[str, KernelSource],
+    ) -> Choice:
+        """Give every parameter of the emitted kernels its view or symbol; remember the kernels in ``sources``."""
         values: dict[str, View | str] = {k: v for k, v in inputs.items() if v is not None}
         for i, view in enumerate(outputs):
             values["result" if i == 0 else f"result{i}"] = view
@@ -227,7 +270,7 @@ class PhaseLowering:
         launches = []
         for source in selected.sources:
             kernel = f"{source.name}_{source.digest[:8]}"
-            self.sources[kernel] = source
+            sources[kernel] = source
             arguments = tuple(values.get(p.value, p.value) for p in source.parameters)
             launches.append(KernelLaunch(kernel=kernel, grid=source.grid, arguments=arguments))
         return Choice(max_tokens=selected.max_tokens, template=selected.template, kernels=tuple(launches),
@@ -237,7 +280,8 @@ class PhaseLowering:
         buffers = self.operands.buffers
         lifetimes: dict[str, Lifetime] = {}
         for i, launch in enumerate(self.launches):
-            for name in _touched(launch):
+            stages = self.stages.choices[i] if self.stages else ()
+            for name in _touched(launch, stages):
                 lifetimes[name] = Lifetime(lifetimes[name].first if name in lifetimes else i, i)
         movable = [b for b in buffers.values() if b.role == "temporary" and b.name in lifetimes]
         results = [buffers[name] for name in self.outputs]
@@ -294,9 +338,9 @@ def _rename_buffers(launch: Launch, names: Mapping[str, str]) -> Launch:
     return launch.model_copy(update={"inputs": inputs, "outputs": outputs})
 
 
-def _touched(launch: Launch) -> list[str]:
+def _touched(launch: Launch, stages: tuple[Choice, ...] = ()) -> list[str]:
     names = [v.buffer for v in launch.inputs.values() if v is not None] + [v.buffer for v in launch.outputs]
-    for choice in launch.choices:
+    for choice in (*launch.choices, *stages):
         for kernel in choice.kernels:
             names += [a.buffer for a in kernel.arguments if isinstance(a, View)]
     return names

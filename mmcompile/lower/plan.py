@@ -12,20 +12,25 @@ from mmcompile.core.errors import LoweringError
 from mmcompile.core.kernel import KernelSource, KernelTemplate
 from mmcompile.core.plan import Buffer, Launch, Phase, Plan
 from mmcompile.core.runner import copy_graph
+from mmcompile.core.schedule import MERGED_PHASE
 from mmcompile.core.spec import TargetSpec
 from mmcompile.lower.host import prepare_for_host
 from mmcompile.lower.layouts import choose_layouts
-from mmcompile.lower.phase import PhaseLowering
-from mmcompile.lower.select import Selector
+from mmcompile.lower.phase import PhaseLowering, Stages
+from mmcompile.lower.select import RefuseSource, Selector
 
 
 @dataclass
 class Lowered:
-    """A plan without binaries yet, the weights its buffers need and the kernel sources to compile, by name."""
+    """A plan without binaries yet, the weights its buffers need and the kernel sources to compile, by name.
+
+    ``stages``: of the decode phase, if merged launches are wanted.
+    """
 
     plan: Plan
     weights: dict[str, torch.Tensor]
     sources: dict[str, KernelSource]
+    stages: Stages | None = None
 
 
 def lower_model(
@@ -37,6 +42,7 @@ def lower_model(
     *,
     strict: bool = False,
     portable: bool = False,
+    refuse_stage: RefuseSource | None = None,
 ) -> Lowered:
     """Lower every phase.
 
@@ -45,7 +51,7 @@ def lower_model(
         symbols: phase name -> largest value of each symbol there; sizes the arena and bounds the kernel choice.
         output_names: phase name -> public names of its results, e.g. ("logits", "next_tokens").
         strict: an operation without a kernel is an error instead of a reference launch.
-        portable: leave tuned kernels out.
+        portable: leave tuned kernels out. refuse_stage: choose stages for merged launches of the decode phase too.
     """
     selector = Selector(spec, templates, portable) if spec.backend else None
     buffers: dict[str, Buffer] = {}
@@ -54,7 +60,8 @@ def lower_model(
     phases: dict[str, Phase] = {}
     load: dict[str, Launch] = {}
     largest = {k: max(s[k] for s in symbols.values() if k in s) for k in {k for s in symbols.values() for k in s}}
-    lowerings = []
+    lowerings: list[PhaseLowering] = []
+    stages: Stages | None = None
     for name, graph_module in graphs.items():
         if selector is None:
             graph_module = copy_graph(graph_module)
@@ -65,7 +72,8 @@ def lower_model(
         lowerings[-1].walk()
     layouts = choose_layouts(lowerings, selector) if selector is not None else {}
     for lowering in lowerings:
-        lowered = lowering.finish(layouts)
+        lowered = lowering.finish(layouts, refuse_stage if lowering.name == MERGED_PHASE else None)
+        stages = lowering.stages or stages
         for key, buffer in lowered.buffers.items():
             if buffers.setdefault(key, buffer) != buffer:
                 raise LoweringError(f"the phases disagree about the buffer {key}: {buffers[key]} and {buffer}")
@@ -88,4 +96,4 @@ def lower_model(
         phases=phases,
         kernels={},
     )
-    return Lowered(plan, {n: w for n, w in weights.items() if n in kept}, sources)
+    return Lowered(plan, {n: w for n, w in weights.items() if n in kept}, sources, stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Scratch
@@ -20,6 +20,10 @@ class Selected:
     reason: str
 
 
+RefuseSource = Callable[[KernelSource], str | None]
+"""The reason why an emitted kernel will not do, or None."""
+
+
 @dataclass
 class Selector:
     """Remembers what was emitted, so that equal calls (the layers of a model) are emitted once.
@@ -32,14 +36,17 @@ class Selector:
     portable: bool = False
     _memory: dict[str, tuple[tuple[Selected, ...], str]] = field(default_factory=dict)
 
-    def select(self, call: OpCall, largest: int | None) -> tuple[tuple[Selected, ...], str]:
+    def select(
+        self, call: OpCall, largest: int | None, refuse: RefuseSource | None = None
+    ) -> tuple[tuple[Selected, ...], str]:
         """Choices in ascending order of token counts, the last covering ``largest`` tokens; or () and the reason.
 
         ``largest`` None: the graph has no token count to choose by, so only kernels for any number will do.
+        ``refuse``: a further objection to what a template emits.
         """
-        key = repr((call, largest))
+        key = repr((call, largest, refuse is not None))
         if key not in self._memory:
-            self._memory[key] = self._choose(call, largest)
+            self._memory[key] = self._choose(call, largest, refuse)
         return self._memory[key]
 
     def propose_layouts(self, call: OpCall) -> dict[str, str]:
@@ -50,7 +57,9 @@ class Selector:
         wishes = (t.layouts(call, self.spec, common) for t in self.templates if t.op == call.op)
         return next((wish for wish in wishes if wish), {})
 
-    def _choose(self, call: OpCall, largest: int | None) -> tuple[tuple[Selected, ...], str]:
+    def _choose(
+        self, call: OpCall, largest: int | None, refuse: RefuseSource | None
+    ) -> tuple[tuple[Selected, ...], str]:
         chosen: list[Selected] = []
         passed: list[str] = []
         common = common_architecture(self.spec)
@@ -68,6 +77,10 @@ class Selector:
                 passed.append(f"{template.name}: {refusal}")
                 continue
             sources = template.emit(call, self.spec, common)
+            refusal = next(filter(None, map(refuse, sources)), None) if refuse else None
+            if refusal is not None:
+                passed.append(f"{template.name}: {refusal}")
+                continue
             scratch = template.scratch(call, self.spec)
             chosen.append(Selected(template.name, template.max_tokens, sources, scratch, "; ".join(passed)))
             if template.max_tokens is None or largest is None or template.max_tokens >= largest:

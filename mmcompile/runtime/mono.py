@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mmcompile.core.errors import ToolchainError
-from mmcompile.core.plan import Binary, KernelLaunch, Phase, Plan, Schedule, View
+from mmcompile.core.plan import Binary, Phase, Plan, Schedule, View
 from mmcompile.core.schedule import COUNTER_STRIDE, FAULT, Placed, build_table, list_targets, place_stages
 from mmcompile.runtime.device_driver import Driver, PackedArguments
 from mmcompile.runtime.executor import Evaluation
@@ -98,7 +98,7 @@ def bind_schedule(
 
     locate: device address of a view.
     """
-    records = [_find_kernel(phase, schedule, index) for index in range(len(schedule.stages))]
+    records = [stage.record for stage in schedule.stages]
     names = [phase.launches[stage.launch].name for stage in schedule.stages]
     placed = place_stages(schedule.stages, names, [r.grid for r in records], sizes.symbols, schedule.programs)
     base = memory.private(schedule)
@@ -125,9 +125,3 @@ def bind_schedule(
     covered = range(schedule.stages[0].launch, schedule.stages[-1].launch + 1)
     return Merged(covered, steps, schedule, tuple(placed), counters + 4 * FAULT)
 
-
-def _find_kernel(phase: Phase, schedule: Schedule, index: int) -> KernelLaunch:
-    stage = schedule.stages[index]
-    choice = phase.launches[stage.launch].choose(schedule.high)
-    assert choice is not None
-    return choice.kernels[stage.kernel]

@@ -1,4 +1,4 @@
-"""How the programs of a merged kernel wait for each other: a counter is reached, an arrival is counted."""
+"""What the stages of a merged kernel share: waits for counters, arrivals, and weights asked for before a wait."""
 
 import triton
 import triton.language as tl
@@ -29,3 +29,9 @@ def count_arrival(counter):
     """Release what this program wrote and add one to ``counter``; returns its value before."""
     finish_stores()
     return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def prefetch_bytes(pointer, SIZE: tl.constexpr):
+    """Ask for SIZE bytes (a multiple of 16) from ``pointer`` on, if the target can: into its second-level cache."""
+    pass

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for(counter, target, fault, code):
-    """Wait until ``counter`` holds ``target`` and acquire what was written before; always True.
+    """Wait until ``counter`` holds ``target`` and acquire what was written before; always true.
 
     After seconds in vain (2^21 polls) it goes on with whatever is there, as do the waits after it, and ``fault``
     holds (code of the wait, value found): the first to fail writes it.
@@ -42,4 +42,20 @@ def wait_for(counter, target, fault, code):
         "=r,l,r,l,r", [counter, target, fault, code], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     tl.debug_barrier()
-    return True
+    return target >= 0
+
+
+@triton.jit
+def prefetch_bytes(pointer, SIZE: tl.constexpr):
+    """Ask for SIZE bytes (a multiple of 16) from ``pointer`` on: one thread has them brought into L2."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r", [pointer, SIZE], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -52,6 +52,11 @@ def is_present(call: OpCall, name: str) -> bool:
     return call.operands.get(name) is not None
 
 
+def stage_warps(call: OpCall, usual: int) -> int:
+    """Warps of a kernel: ``usual``, unless it is to be a stage of a merged kernel, which has its own number."""
+    return int(call.attributes.get("warps", usual))
+
+
 def row_stride(operand: Operand) -> int:
     """Elements from one row to the next (of the first dimension); raises if it is not a number."""
     stride = operand.strides[0]

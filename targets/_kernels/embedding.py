@@ -19,6 +19,7 @@ from mmcompile.targets._kernels.common import (
     pointer,
     row_stride,
     short_dtype,
+    stage_warps,
 )
 
 MAX_BLOCK = 2048
@@ -60,7 +61,8 @@ def _emit_rows(call: OpCall, tile: object, table: str, index: str, width: int, r
         name=kernel_name(call.op, short_dtype(source.dtype), width), title=title, tiles=[tile],
         constants={"STRIDE": row_stride(source), "WIDTH": width, "BLOCK": block}, parameters=parameters,
         body=f"tile_{call.op}(tl.program_id(0), tl.program_id(1), {arguments}, STRIDE, WIDTH, BLOCK)",
-        grid=(rows, str(ceil_div(width, block)), "1"), num_warps=max(1, min(8, block // 256)),
+        grid=(rows, str(ceil_div(width, block)), "1"), 
+        num_warps=stage_warps(call, max(1, min(8, block // 256))), replicable=True,
     ),)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Parameter
+from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Operand, Parameter
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels.common import (
@@ -273,6 +273,17 @@ def epilogue_label(call: OpCall) -> str:
     return "_".join(parts + (["residual"] if is_present(call, "residual") else []))
 
 
+def prefetch_rows(weight: Operand, name: str, rows: int, swiglu: bool = False) -> str:
+    """Statements that ask for the ``rows`` weight rows of tile ``tl.program_id(0)``, half of each part with SwiGLU."""
+    total, stride = int(weight.shape[0]), row_stride(weight)
+    parts, rows = (2, rows // 2) if swiglu else (1, rows)
+    size = rows * stride * ELEMENT_SIZES[weight.dtype]
+    if total // parts % rows or size % 16:
+        return ""
+    starts = [f"tl.program_id(0) * {rows * stride} + {part * total // parts * stride}" for part in range(parts)]
+    return "\n".join(f"prefetch_bytes({name} + {start}, {size})" for start in starts)
+
+
 def emit_linear(
     call: OpCall,
     blocks: Blocks,
@@ -314,6 +325,7 @@ def emit_linear(
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
             ledger=ledger,
+            prefetch=prefetch_rows(need(call, weights[0]), weights[0], blocks.n, bool(constants["SWIGLU"])),
         ),
     )
 

@@ -17,6 +17,7 @@ from mmcompile.targets._kernels.common import (
     refuse_rows,
     row_stride,
     short_dtype,
+    stage_warps,
 )
 
 _MAX_WIDTH = 65536
@@ -111,7 +112,7 @@ def _emit(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSou
             parameters=[pointer(name, operand) for name, operand in operands.items()],
             body=f"tile_{call.op}({arguments})",
             grid=(str(x.shape[0]), "1", "1"),
-            num_warps=_warps(width, spec),
+            num_warps=stage_warps(call, _warps(width, spec)),
             num_stages=1,
             replicable=True,
         ),

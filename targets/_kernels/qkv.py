@@ -27,7 +27,15 @@ from mmcompile.targets._kernels.common import (
     short_dtype,
     symbol_parameters,
 )
-from mmcompile.targets._kernels.linear import SKINNY_TOKENS, SPLIT, Blocks, mma_ledger, project_skinny, skinny_blocks
+from mmcompile.targets._kernels.linear import (
+    SKINNY_TOKENS,
+    SPLIT,
+    Blocks,
+    mma_ledger,
+    prefetch_rows,
+    project_skinny,
+    skinny_blocks,
+)
 from mmcompile.targets._kernels.norm import scale_normed
 from mmcompile.targets._kernels.qkv_project import FORMATS, count_rows, element_size, find_format, take_projection
 from mmcompile.targets._kernels.rope import rotate_halves, to_cache
@@ -281,6 +289,7 @@ def emit_qkv(
     One program computes a part of a head for all of at most ``blocks.m`` tokens.
     """
     x, head_dim, form = need(call, "x"), int(call.attributes["head_dim"]), find_format(call)
+    name = form.weights[0]
     heads = count_rows(call) // head_dim
     intrinsics, ledger = form.intrinsics(arch, x.dtype)
     caches = [name for name in ("kv_cache", "index_cache") if is_present(call, name)]
@@ -304,6 +313,7 @@ def emit_qkv(
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
             ledger=mma_ledger(form.multiplied_dtype(x.dtype), blocks, spec, arch) | ledger,
+            prefetch=prefetch_rows(need(call, name), name, head_dim // count_parts(call, blocks.n)),
         ),
     )
 

@@ -11,7 +11,7 @@ from mmcompile.core.formats.nvfp4_fragments import LAYOUTS, refuse_shape
 from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
-from mmcompile.targets._kernels.common import ceil_div, kernel_name, need, row_stride, short_dtype
+from mmcompile.targets._kernels.common import ceil_div, kernel_name, need, row_stride, short_dtype, stage_warps
 from mmcompile.targets._kernels.linear import (
     Blocks,
     epilogue_label,
@@ -19,6 +19,7 @@ from mmcompile.targets._kernels.linear import (
     linear_constants,
     mma_ledger,
     operand_parameters,
+    prefetch_rows,
     refuse_dense,
     refuse_linear,
     tile_call,
@@ -56,6 +57,7 @@ def _emit(
     call: OpCall, tile: Any, weights: tuple[str, ...], own: dict[str, Any], groups: int, config: Config
 ) -> tuple[KernelSource, ...]:
     x, dtype = need(call, "x"), need(call, "x").dtype
+    config = replace(config, warps=stage_warps(call, config.warps))
     constants: dict[str, Any] = linear_constants(call, 0, 0)
     del constants["WEIGHT_STRIDE"], constants["SCALE_STRIDE"]
     rows, k = int(need(call, weights[0]).shape[0]), int(constants["K"])
@@ -80,8 +82,9 @@ def _emit(
         num_warps=config.warps,
         num_stages=1,
         ledger={"HMMA.16816": True},
+        prefetch=prefetch_rows(need(call, weights[0]), weights[0], 32 if paired else 16, bool(constants["SWIGLU"])),
     )
-    return (replace(source, lanes=True, parts=None, max_registers=config.max_registers),)
+    return (replace(source, lanes=True, max_registers=config.max_registers),)
 
 
 def _refuse_lanes(call: OpCall, arch: Architecture) -> str | None:

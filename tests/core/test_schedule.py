@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmcompile.core.errors import LoweringError
-from mmcompile.core.plan import Stage
+from mmcompile.core.plan import KernelLaunch, Stage
 from mmcompile.core.schedule import (
     ARGUMENTS,
     WAITS,
@@ -22,9 +22,11 @@ from mmcompile.core.schedule import (
     prove_schedule,
 )
 
+RECORD = KernelLaunch(kernel="k", grid=(1, 1, 1), arguments=())
+
 
 def place(tiles: list[int], programs: int, replicated: frozenset[int] = frozenset()) -> list[Placed]:
-    stages = [Stage(launch=i, kernel=0, body=0, replicated=i in replicated) for i in range(len(tiles))]
+    stages = [Stage(launch=i, record=RECORD, body=0, replicated=i in replicated) for i in range(len(tiles))]
     return place_stages(stages, [f"s{i}" for i in range(len(tiles))], [(n, 1, 1) for n in tiles], {}, programs)
 
 
@@ -38,7 +40,7 @@ def chain(count: int) -> list[list[Access]]:
 
 
 def stages_with(waits: list[list[int]]) -> list[Stage]:
-    return [Stage(launch=i, kernel=0, body=0, waits=tuple(w)) for i, w in enumerate(waits)]
+    return [Stage(launch=i, record=RECORD, body=0, waits=tuple(w)) for i, w in enumerate(waits)]
 
 
 def prove(placed: list[Placed], waits: list[list[int]], conflicts: list[list[int]], resident: int = 99) -> None:
@@ -179,7 +181,7 @@ def test_what_the_proof_accepts_holds_without_a_wait_too(
 
 def test_the_table_holds_what_the_kernel_reads() -> None:
     placed = place([6, 2], 4)
-    stages = [Stage(launch=0, kernel=0, body=3), Stage(launch=1, kernel=0, body=1, waits=(0,))]
+    stages = [Stage(launch=0, record=RECORD, body=3), Stage(launch=1, record=RECORD, body=1, waits=(0,))]
     table = build_table(placed, stages, [[(256, 0)], [(512, 64), (768, 0)]])
     assert table[0, :8].tolist() == [3, 6, 6, 1, 0, 0, 0, 1]
     assert table[1, :8].tolist() == [1, 2, 2, 1, 2, 0, 1, 0]
