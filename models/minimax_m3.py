@@ -30,6 +30,11 @@ MODELS: dict[str, MiniMaxM3Config] = {
     "minimax-m3.1-flash": MiniMaxM3Config(sparse_attention_freq=(1,) * 60, moe_layer_freq=_MOE),
     "minimax-m3-tiny": _TINY,
     "minimax-m3.1-flash-tiny": replace(_TINY, sparse_attention_freq=(1, 1, 1)),
+    # One layer with the heads, the group and the blocks of the real model, for what depends on them (cache layouts).
+    "minimax-m3.1-flash-tiny-heads": replace(
+        _TINY, sparse_attention_freq=(1,), moe_layer_freq=(1,), num_layers=1, num_heads=16, num_kv_heads=1,
+        head_dim=128, rotary_dim=64, index_heads=1, index_head_dim=128, block_size=128,
+    ),
 }
 
 WEIGHTS_ADVICE = "name a directory with the checkpoint instead, or build with --weights random or none"

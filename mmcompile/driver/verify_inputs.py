@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from mmcompile.core.formats import mxfp8, nvfp4
+from mmcompile.core.formats.cache_pages import PLAIN
 from mmcompile.core.ops.define import get_op
 from mmcompile.core.plan import Launch, Plan
+from mmcompile.driver.verify_caches import fill_pages, find_layout
 
 TOKEN_COUNTS = (1, 3, 16, 17, 33)
 FEW_ROWS = (1, 7)
@@ -168,7 +170,11 @@ def fill_operands(launch: Launch, views: Mapping[str, Tensor], case: Case, seed:
         known = describe_sequences(case, views[caches[0]].shape[-2], generator)
         for name in caches:
             slots = known["history_slots" if name in get_op(op).mutates else "all_slots"]
-            _fill_cache(views[name], slots, generator)
+            layout = find_layout(launch, name)
+            if layout == PLAIN:
+                _fill_cache(views[name], slots, generator)
+            else:
+                fill_pages(views[name], layout, slots, generator)
     elif case.new:
         known["query_start"] = torch.tensor([0, *case.new]).cumsum(0)
     if "packed" in views:

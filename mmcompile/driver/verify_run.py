@@ -14,8 +14,10 @@ from torch import Tensor
 from mmcompile.core.errors import VerificationError
 from mmcompile.core.expression import evaluate, evaluate_shape
 from mmcompile.core.formats import nvfp4_fragments
+from mmcompile.core.formats.cache_pages import PLAIN
 from mmcompile.core.kernel import KernelSource
 from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Launch, View
+from mmcompile.driver import verify_caches
 from mmcompile.driver.verify_inputs import Case, fill_operands
 from mmcompile.runtime.executor import contiguous_strides
 from mmcompile.runtime.reference import bind_call
@@ -29,7 +31,7 @@ ELEMENT_FACTOR = 8.0
 GUARD = 512
 """Elements before and after every buffer in which a faulty kernel writes unharmed and is found out."""
 POISON = {True: 0xFF, False: 0x81}
-"""Byte that fills buffers of floats (True: NaN) and of integers (False: far out of range)."""
+"""Byte that fills buffers of floats and of NVFP4 pages (True: NaN) and of integers (False: far out of range)."""
 
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -97,7 +99,7 @@ class Memory:
     def _make(self, buffer: Buffer) -> Tensor:
         dtype = getattr(torch, buffer.dtype)
         count = math.prod(evaluate_shape(buffer.shape, self.symbols)) + 2 * self.guard
-        poison = POISON[dtype.is_floating_point]
+        poison = POISON[dtype.is_floating_point or verify_caches.holds_pages(buffer)]
         return torch.full((count * dtype.itemsize,), poison, dtype=torch.uint8).view(dtype)
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -188,7 +190,11 @@ def _run_case(check: Check, case: Case, seed: int, runner: Runner, outcome: Outc
         state = launch.inputs[name]
         assert state is not None
         original = _same_view(before[state.buffer], memory.view(state))
-        _compare_state(name, memory.view(state), reference, original, outcome)
+        layout = verify_caches.find_layout(launch, name)
+        if layout == PLAIN:
+            _compare_state(name, memory.view(state), reference, original, outcome)
+        else:
+            _compare_pages(launch, name, memory.view(state), reference, original, outcome, inputs, layout)
 
 
 def _same_view(flat: Tensor, like: Tensor) -> Tensor:
@@ -289,13 +295,19 @@ def _check_share(written: Tensor, case: Case, sampled: int, kernel: KernelLaunch
 
 
 def _compare(
-    name: str, result: Tensor, reference: Tensor, outcome: Outcome, exact: bool, written: Tensor | None
+    name: str,
+    result: Tensor,
+    reference: Tensor,
+    outcome: Outcome,
+    exact: bool,
+    written: Tensor | None,
+    bounds: Mapping[str, float] = BOUNDS,
 ) -> None:
     """Hold a result against its reference, only where ``written`` if given. Raises VerificationError."""
     if result.shape != reference.shape:
         raise VerificationError(f"{name} has shape {list(result.shape)}, its reference {list(reference.shape)}")
     dtype = str(result.dtype).removeprefix("torch.")
-    bound = 0.0 if exact else BOUNDS.get(dtype, 0.0)
+    bound = 0.0 if exact else bounds.get(dtype, 0.0)
     wide, want = result.double(), reference.double()
     same = (wide == want) | (wide.isnan() & want.isnan())
     if written is not None:
@@ -325,3 +337,27 @@ def _compare_state(name: str, state: Tensor, reference: Tensor, original: Tensor
     if bool(stray.any()):
         raise VerificationError(f"{name}{stray.nonzero()[0].tolist()} is overwritten, the reference leaves it alone")
     _compare(name, state, reference, outcome, False, None)
+
+
+def _compare_pages(
+    launch: Launch,
+    name: str,
+    state: Tensor,
+    reference: Tensor,
+    original: Tensor,
+    outcome: Outcome,
+    inputs: Mapping[str, Tensor],
+    layout: str,
+) -> None:
+    """A written NVFP4 cache: bytes of no row of the launch must be as before, its rows are compared decoded."""
+    slots = verify_caches.kept_slots(inputs)
+    written = verify_caches.find_written(state, layout, slots)
+    stray = (as_bits(state) != original) & ~written
+    if bool(stray.any()):
+        raise VerificationError(f"{name}{stray.nonzero()[0].tolist()} is overwritten, it is no byte of the new rows")
+    exact = launch.op in verify_caches.INSERTIONS
+    if exact and not torch.equal(state[written], reference[written]):
+        place = ((state != reference) & written).nonzero()[0].tolist()
+        raise VerificationError(f"{name}{place} is not the byte that the quantizer stores")
+    have, want = (verify_caches.read_rows(cache, layout, slots) for cache in (state, reference))
+    _compare(name, have, want, outcome, exact, None, {"float32": verify_caches.BOUND})

@@ -17,6 +17,9 @@ NO_EFFECT = {"s_nop", "s_setprio", "s_clause", "s_sched_barrier", "s_inst_prefet
              "s_dcache_inv", "s_ttracedata", "s_delay_alu", "v_nop", "s_set_gpr_idx_off", "s_wakeup",
              "s_incperflevel", "s_decperflevel"}  # fmt: skip
 
+# fp8 conversions saturate where this bit of the mode is set, and here always (see convert.py).
+SATURATE_FP8 = "hwreg(HW_REG_MODE, 23, 1), 1"
+
 NOTE_READS = (
     "the race check takes a read as done when it is issued: one that nobody waited for before a barrier, and that "
     "another wave overwrites after it, shows only as a wrong number, when operations complete late"
@@ -120,7 +123,7 @@ def build(i: Instruction) -> Decoded | None:
     """Control instructions; None for anything else."""
     if i.op == "s_waitcnt":
         return build_wait(i.operands[0])
-    if i.op in NO_EFFECT:
+    if i.op in NO_EFFECT or (i.op == "s_setreg_imm32_b32" and i.operands == (SATURATE_FP8,)):
         return Decoded(lambda w: None)
     if i.op == "s_sleep":
         return Decoded(_sleep)

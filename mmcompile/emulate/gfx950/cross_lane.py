@@ -86,7 +86,7 @@ def make_dpp_source(i: Instruction, operand: Operand, kind: str) -> Source:
     """A source read through DPP; invalid lanes read zero."""
     control, plain = parse_dpp(i), make_source(operand, kind)
     modified, unknown = modify(operand, read_bits(operand)), read_unknown(operand)
-    dtype = {"u": np.uint32, "i": np.int32, "f": np.float32}[kind]
+    dtype = {"u": np.uint32, "b": np.uint32, "i": np.int32, "f": np.float32}[kind]
 
     def read(w: Waves) -> Array:
         return np.where(control.find_valid(w), modified(w)[:, control.source], np.uint32(0)).view(dtype)
@@ -120,7 +120,7 @@ def make_sdwa_source(operand: Operand, kind: str, select: str) -> Source:
     bits, unknown = read_bits(operand), read_unknown(operand)
     if kind == "f" and select == "DWORD":
         bits = modify(operand, bits)
-    dtype = {"u": np.uint32, "i": np.int32, "f": np.float32}[kind]
+    dtype = {"u": np.uint32, "b": np.uint32, "i": np.int32, "f": np.float32}[kind]
     return Source(
         lambda w: select_bits(bits(w), select, operand.extend).view(dtype),
         lambda w: select_bits(unknown(w), select),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmcompile.emulate.gfx950.operands import Operand, Reader, read_bits, read_float, read_mask, read_wide
+from mmcompile.emulate.gfx950.operands import Operand, Reader, modify, read_bits, read_float, read_mask, read_wide
 from mmcompile.emulate.gfx950.parser import Instruction
 from mmcompile.emulate.gfx950.state import SCALAR, Waves, unpack_lanes
 
@@ -80,8 +80,8 @@ def read_unknown(operand: Operand, part: int = 0) -> Reader:
 
 
 def make_source(operand: Operand, kind: str) -> Source:
-    """A source of kind "u" (bits), "i" (int32), "f" (float32), "q" (64 bits), "s" (int64), "d" (float64) or "m" (lane
-    mask in scalar registers)."""
+    """A source of kind "u" (bits), "b" (bits, signs changed by float modifiers), "i" (int32), "f" (float32), "q" (64
+    bits), "s" (int64), "d" (float64) or "m" (lane mask in scalar registers)."""
     if kind == "m":
         index = operand.index
         if operand.kind != "scalar":
@@ -98,7 +98,7 @@ def make_source(operand: Operand, kind: str) -> Source:
     own = tuple(operand.list_registers(count=1))
     if kind == "f":
         return Source(read_float(operand), low, own)
-    bits = read_bits(operand)
+    bits = modify(operand, read_bits(operand)) if kind == "b" else read_bits(operand)
     if kind == "i":
         return Source(lambda w: bits(w).view(np.int32), low, own)
     return Source(bits, low, own)

@@ -213,7 +213,7 @@ OPERATIONS: dict[str, VectorOp] = {
         lambda a, b, c: (((a.astype(np.uint64) << np.uint64(32)) | b) >> ((c & U(3)) * U(8))).astype(np.uint32), "uuu"
     ),
     "sad_u32": VectorOp(lambda a, b, c: np.where(a > b, a - b, b - a) + c, "uuu"),
-    "cndmask_b32": VectorOp(lambda a, b, m: np.where(m, b, a), "uum", precise=pass_select),
+    "cndmask_b32": VectorOp(lambda a, b, m: np.where(m, b, a), "bbm", precise=pass_select),
     "add_co_u32": VectorOp(_carry, "uu", "k"),
     "addc_co_u32": VectorOp(_carry, "uum", "k"),
     "sub_co_u32": VectorOp(_borrow, "uu", "k"),

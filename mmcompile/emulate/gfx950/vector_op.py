@@ -114,7 +114,8 @@ def build_vector(i: Instruction, op: VectorOp, encoding: str, floating: bool) ->
     target, carry, given = split_operands(op, operands)
     if len(given) != len(op.sources):
         return None
-    if any((o.negate or o.absolute) and kind not in "fd" for o, kind in zip(given, op.sources, strict=True)):
+    modified = "fd" if encoding == "sdwa" else "fdb"
+    if any((o.negate or o.absolute) and kind not in modified for o, kind in zip(given, op.sources, strict=True)):
         return None
     sources = make_sources(i, given, op.sources, encoding)
     step = make_step(op, run, target, carry, sources)

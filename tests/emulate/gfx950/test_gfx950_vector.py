@@ -93,6 +93,20 @@ def test_clamp_of_unsigned_integers_saturates(a, b):
     assert right.tolist() == [max(y - x, 0) for x, y in pairs]
 
 
+@settings(max_examples=3, deadline=None)
+@given(a=WORDS, b=WORDS)
+def test_selection_takes_float_modifiers(a, b):
+    """Only signs change, whatever the other bits are; saturation of fp8, always on, may be switched on."""
+    body = """s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1
+        v_cmp_lt_u32_e64 s[8:9], v1, v2
+        v_cndmask_b32_e64 v10, v1, -v2, s[8:9]
+        v_cndmask_b32_e64 v11, |v1|, -|v2|, s[8:9]"""
+    negated, absolute = run_snippet(body, [np.array(a), np.array(b)], ["v10", "v11"])
+    pairs = list(zip(a, b, strict=True))
+    assert negated.tolist() == [y ^ 1 << 31 if x < y else x for x, y in pairs]
+    assert absolute.tolist() == [y | 1 << 31 if x < y else x & M >> 1 for x, y in pairs]
+
+
 @settings(max_examples=10, deadline=None)
 @given(a=WORDS, b=WORDS, c=WORDS, table=st.integers(0, 255))
 def test_bitop3_is_its_truth_table(a, b, c, table):
