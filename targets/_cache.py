@@ -15,6 +15,7 @@ from mmcompile.core.errors import ToolchainError
 from mmcompile.core.kernel import CompiledKernel, KernelSource
 from mmcompile.core.spec import Architecture
 from mmcompile.targets._assemble import ptxas_version
+from mmcompile.targets._capability import code_capability
 from mmcompile.targets._disassemble import find_disassemblers
 
 _FORMAT = 1
@@ -42,7 +43,7 @@ def cache_key(source: KernelSource, architecture: Architecture) -> str:
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     toolchain = _toolchain_key(tuple(sorted(get_cache_invalidating_env_vars().items())))
-    text = repr((source.digest, architecture.name, architecture.capability, toolchain))
+    text = repr((source.digest, architecture.name, code_capability(source, architecture), toolchain))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

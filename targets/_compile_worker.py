@@ -1,4 +1,4 @@
-"""A compiler process: reads pickled jobs from standard input, answers on standard output; started by _toolchain.
+"""A compiler process: reads pickled sources from standard input, answers on standard output; started by _toolchain.
 
 A process of its own instead of multiprocessing, which would import the user's script again in every worker.
 """
@@ -9,7 +9,6 @@ import os
 import pickle
 import struct
 import sys
-import time
 from typing import Any, BinaryIO
 
 from mmcompile.core.errors import MMError
@@ -34,19 +33,18 @@ def main() -> None:
     """Serve until standard input ends. Whatever a compiler prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    from mmcompile.targets._toolchain import compile_kernel
+    from mmcompile.targets._toolchain import compile_family
 
     while True:
         try:
-            job = receive(sys.stdin.buffer)
+            source, architectures, spec = receive(sys.stdin.buffer)
         except EOFError:
             return
-        started = time.perf_counter()
         try:
-            result: Any = compile_kernel(job.source, job.architecture, job.spec)
+            result: Any = compile_family(source, architectures, spec)
         except MMError as error:
             result = error
-        send(answers, (result, time.perf_counter() - started))
+        send(answers, result)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ from mmcompile.core.kernel import CompiledKernel, KernelSource
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._assemble import assemble_ptx, capture_stderr, error_lines, ptxas_version
 from mmcompile.targets._cache import KernelCache, cache_key, default_cache_dir
+from mmcompile.targets._capability import code_capability
 from mmcompile.targets._check import check_lanes
 from mmcompile.targets._compile_worker import receive, send
-from mmcompile.targets._disassemble import build_ledger
+from mmcompile.targets._disassemble import build_ledgers
 
 ENABLE_FP_FUSION = True
+_LEDGERS_AT_ONCE = 128
 _POINTER_ALIGNMENT = 16
 _COPIED = (
     "name",
@@ -63,6 +65,17 @@ class JobReport:
     cache_hit: bool
 
 
+@dataclass(frozen=True)
+class Translation:
+    """What Triton made of a source for one capability: text, binary, the log of ptxas, and launch facts."""
+
+    capability: int | str
+    assembly: str
+    binary: bytes
+    log: str
+    facts: dict[str, Any]
+
+
 def compile_kernel(source: KernelSource, architecture: Architecture, spec: TargetSpec) -> CompiledKernel:
     """Compile one source for one architecture. Needs no GPU and no driver; the same input gives the same bytes.
 
@@ -73,28 +86,73 @@ def compile_kernel(source: KernelSource, architecture: Architecture, spec: Targe
 
     Raises ToolchainError with the compiler's words, also where LLVM reports an error and goes on.
     """
+    ((kernel, _),) = compile_family(source, (architecture,), spec)
+    (kernel,) = add_ledgers([kernel])
+    return kernel
+
+
+def compile_family(
+    source: KernelSource, architectures: Sequence[Architecture], spec: TargetSpec
+) -> list[tuple[CompiledKernel, float]]:
+    """Compile one source for several architectures: (kernel, seconds) of each, without ledgers.
+
+    It is translated once for every capability that is needed (see targets._capability) and assembled for each
+    architecture; the seconds of a translation count for the first one.
+    """
     if not spec.backend:
         raise ToolchainError(
             f"target {spec.name!r} makes no binaries",
             where=source.name,
             fix="compile for sm90, sm100, sm107 or gfx950",
         )
-    outputs, log = _run_triton(source, architecture, spec)
+    translations: dict[int | str, Translation] = {}
+    kernels = []
+    for architecture in architectures:
+        started = time.perf_counter()
+        capability = code_capability(source, architecture)
+        if capability not in translations:
+            translations[capability] = _translate(source, capability, architecture, spec)
+        kernel = _assemble(source, translations[capability], architecture, spec)
+        kernels.append((kernel, time.perf_counter() - started))
+    return kernels
+
+
+def _translate(
+    source: KernelSource, capability: int | str, architecture: Architecture, spec: TargetSpec
+) -> Translation:
+    """Run Triton; ``architecture`` is named in errors."""
+    outputs, log = _run_triton(source, capability, architecture, spec)
     if source.lanes:
         check_lanes(outputs.asm["ttgir"], source)
+    text, binary = ("amdgcn", "hsaco") if spec.backend == "hip" else ("ptx", "cubin")
+    facts = {key: getattr(outputs.metadata, key, 0) or 0 for key in _COPIED}
+    return Translation(capability, outputs.asm[text], outputs.asm[binary], log, facts)
+
+
+def _assemble(source: KernelSource, made: Translation, architecture: Architecture, spec: TargetSpec) -> CompiledKernel:
+    """The kernel for one architecture, which need not be the one that Triton assembled it for."""
+    assembly, binary, log = made.assembly, made.binary, made.log
     if spec.backend == "hip":
-        assembly, binary = outputs.asm["amdgcn"], outputs.asm["hsaco"]
         usage = _read_amd_usage(assembly)
     else:
-        assembly, binary = outputs.asm["ptx"], outputs.asm["cubin"]
-        if architecture.name != f"sm_{architecture.capability}a":
+        if architecture.name != f"sm_{made.capability}a":
             assembly = re.sub(r"^\.target \w+", f".target {architecture.name}", assembly, flags=re.MULTILINE)
             binary, log = assemble_ptx(assembly, architecture.name, name=source.name)
         usage = _read_ptxas_usage(log)
-    ledger, listings = build_ledger(assembly, binary, spec.backend)
-    metadata = {key: getattr(outputs.metadata, key, 0) or 0 for key in _COPIED}
-    metadata |= usage | {"ledger": ledger, "ledger_from": listings} | _describe_toolchain(assembly, spec)
+    metadata = made.facts | usage | _describe_toolchain(assembly, spec)
     return CompiledKernel(source, architecture.name, assembly, binary, metadata)
+
+
+def add_ledgers(kernels: Sequence[CompiledKernel]) -> list[CompiledKernel]:
+    """The kernels, in their order, with ``ledger`` and ``ledger_from`` in their metadata."""
+    made: dict[int, CompiledKernel] = {}
+    for name in dict.fromkeys(kernel.architecture for kernel in kernels):
+        indices = [i for i, kernel in enumerate(kernels) if kernel.architecture == name]
+        ledgers = build_ledgers([(kernels[i].assembly, kernels[i].binary) for i in indices], name)
+        for i, (ledger, listings) in zip(indices, ledgers, strict=True):
+            metadata = kernels[i].metadata | {"ledger": ledger, "ledger_from": listings}
+            made[i] = replace(kernels[i], metadata=metadata)
+    return [made[i] for i in range(len(kernels))]
 
 
 def _describe_toolchain(assembly: str, spec: TargetSpec) -> dict[str, Any]:
@@ -126,7 +184,9 @@ def _clean_triton(folder: Path) -> Iterator[None]:
         yield
 
 
-def _run_triton(source: KernelSource, architecture: Architecture, spec: TargetSpec) -> tuple[Any, str]:
+def _run_triton(
+    source: KernelSource, capability: int | str, architecture: Architecture, spec: TargetSpec
+) -> tuple[Any, str]:
     """Triton's compiled object and what it printed (the log of ptxas)."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -134,7 +194,7 @@ def _run_triton(source: KernelSource, architecture: Architecture, spec: TargetSp
 
     printed, failure, outputs = io.StringIO(), None, None
     with tempfile.TemporaryDirectory(prefix="mmcompile-") as name, _clean_triton(Path(name)):
-        target = GPUTarget(spec.backend, architecture.capability, spec.warp_size)
+        target = GPUTarget(spec.backend, capability, spec.warp_size)
         options = {
             "num_warps": source.num_warps,
             "num_stages": source.num_stages,
@@ -228,7 +288,7 @@ def compile_many(
         cache_dir: where compiled kernels are kept, by default ``default_cache_dir()``.
         progress: called in this process once per job, in order of completion.
 
-    Equal jobs compile once. Raises the first failing job's ToolchainError.
+    Equal jobs compile once, and what architectures share is done once. Raises the first failing job's ToolchainError.
     """
     cache = KernelCache(cache_dir or default_cache_dir())
     keys = [cache_key(job.source, job.architecture) for job in jobs]
@@ -245,40 +305,69 @@ def compile_many(
     for index, (key, job) in enumerate(zip(keys, jobs, strict=True)):
         if key in done:
             report(JobReport(index, job.source.name, job.architecture.name, 0.0, True))
-    count = min(workers or os.cpu_count() or 1, len(todo))
-    for key, compiled, seconds in _compile_all(todo, count):
-        cache.store(key, compiled)
-        done[key] = compiled
+    families = _group(todo)
+    count = min(workers or os.cpu_count() or 1, len(families))
+    waiting: dict[str, CompiledKernel] = {}
+    for key, compiled, seconds in _compile_all(families, count):
+        waiting[key] = compiled
         for index in (i for i, other in enumerate(keys) if other == key):
             report(JobReport(index, jobs[index].source.name, compiled.architecture, seconds, False))
-    return [
-        CompiledKernel(job.source, k.architecture, k.assembly, k.binary, k.metadata)
-        for job, k in zip(jobs, (done[key] for key in keys), strict=True)
-    ]
+        if len(waiting) == _LEDGERS_AT_ONCE:
+            done |= _finish(waiting, cache)
+            waiting = {}
+    done |= _finish(waiting, cache)
+    return [replace(done[key], source=job.source) for job, key in zip(jobs, keys, strict=True)]
 
 
-def _compile_all(jobs: dict[str, CompileJob], workers: int) -> Iterator[tuple[str, CompiledKernel, float]]:
-    """Compile each job, in this process or in worker processes, and yield (key, kernel, seconds) as each is done."""
+def _finish(compiled: dict[str, CompiledKernel], cache: KernelCache) -> dict[str, CompiledKernel]:
+    """Add the ledgers and put the kernels, by key, into the cache."""
+    whole = dict(zip(compiled, add_ledgers(list(compiled.values())), strict=True))
+    for key, kernel in whole.items():
+        cache.store(key, kernel)
+    return whole
+
+
+@dataclass(frozen=True)
+class Family:
+    """One source for several architectures, with the key of each."""
+
+    source: KernelSource
+    spec: TargetSpec
+    architectures: dict[str, Architecture]
+
+
+def _group(jobs: dict[str, CompileJob]) -> list[Family]:
+    """Jobs, by key, of which Triton does the same; targets of one backend and warp size differ in no other way."""
+    families: dict[tuple[str, str, int], Family] = {}
+    for key, job in jobs.items():
+        content = (job.source.digest, job.spec.backend, job.spec.warp_size)
+        families.setdefault(content, Family(job.source, job.spec, {})).architectures[key] = job.architecture
+    return list(families.values())
+
+
+def _compile_all(families: Sequence[Family], workers: int) -> Iterator[tuple[str, CompiledKernel, float]]:
+    """Compile each, in this process or in worker processes, and yield (key, kernel, seconds) as each is done."""
     if workers <= 1:
-        for key, job in jobs.items():
-            start = time.perf_counter()
-            yield key, compile_kernel(job.source, job.architecture, job.spec), time.perf_counter() - start
+        for family in families:
+            made = compile_family(family.source, list(family.architectures.values()), family.spec)
+            yield from ((key, *each) for key, each in zip(family.architectures, made, strict=True))
         return
     local = threading.local()
     started: list[subprocess.Popen[bytes]] = []
 
-    def compile_remotely(job: CompileJob) -> tuple[CompiledKernel, float]:
+    def compile_remotely(family: Family) -> list[tuple[CompiledKernel, float]]:
         if not hasattr(local, "process"):
             command = [sys.executable, "-m", "mmcompile.targets._compile_worker"]
             local.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             started.append(local.process)
-        return _ask(local.process, job)
+        return _ask(local.process, family)
 
     pool = ThreadPoolExecutor(workers)
     try:
-        futures = {pool.submit(compile_remotely, job): key for key, job in jobs.items()}
+        futures = {pool.submit(compile_remotely, family): family for family in families}
         for future in as_completed(futures):
-            yield futures[future], *future.result()
+            keys = futures[future].architectures
+            yield from ((key, *each) for key, each in zip(keys, future.result(), strict=True))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in started:
@@ -288,16 +377,17 @@ def _compile_all(jobs: dict[str, CompileJob], workers: int) -> Iterator[tuple[st
             process.communicate()
 
 
-def _ask(process: subprocess.Popen[bytes], job: CompileJob) -> tuple[CompiledKernel, float]:
-    """Send one job to a worker and wait for its answer; raise the error it met."""
+def _ask(process: subprocess.Popen[bytes], family: Family) -> list[tuple[CompiledKernel, float]]:
+    """Send one family to a worker and wait for its answer; raise the error it met."""
     assert process.stdin is not None and process.stdout is not None
     try:
-        send(process.stdin, job)
-        result, seconds = receive(process.stdout)
+        send(process.stdin, (family.source, list(family.architectures.values()), family.spec))
+        result = receive(process.stdout)
     except (EOFError, OSError) as error:
         raise ToolchainError(
-            "a compiler process died", where=job.source.name, fix="look for its last words above, or use --workers 1"
+            "a compiler process died", where=family.source.name, fix="look for its last words above, or use --workers 1"
         ) from error
     if isinstance(result, MMError):
         raise result
-    return result, seconds
+    made: list[tuple[CompiledKernel, float]] = result
+    return made

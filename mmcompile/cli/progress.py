@@ -22,15 +22,14 @@ class Watch:
         self.seconds: dict[str, float] = {}
         self.compiled: dict[str, str] = {}
         self._console, self._bars = console, bars
-        self._step, self._target, self._started = "", "", time.perf_counter()
+        self._step, self._started = "", time.perf_counter()
         self._begun = self._started
 
     def __call__(self, step: str, detail: str, done: int, total: int) -> None:
         if step == "compiled":
-            self.compiled[self._target] = detail
-        if step == "lower":
-            self._target = detail
-        label = {"lower": f"lower {detail}", "compile": f"compile {self._target}", "compiled": ""}.get(step, step)
+            target, _, account = detail.partition(": ")
+            self.compiled[target] = account
+        label = {"lower": f"lower {detail}", "compiled": ""}.get(step, step)
         if label and label != self._step:
             self._begin(label, detail)
         if self._bars and label:

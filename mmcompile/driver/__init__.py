@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mmcompile.driver.compile import compile_sources
 from mmcompile.driver.doors import open_door
-from mmcompile.driver.mono import propose_decode_merges, schedule_decode
+from mmcompile.driver.mono import find_stage_rule, propose_decode_merges, schedule_decode
 from mmcompile.driver.options import BuildOptions
 from mmcompile.driver.pack import Packer, claim_output
 from mmcompile.driver.progress import Progress, silent
@@ -35,18 +35,20 @@ def build(
         progress("capture", captured.note, 1, 1)
         rewritten = rewrite_model(captured, options, folder / "passes", progress)
         packer = Packer(folder, model, captured, rewritten, options)
-        for name in options.targets:
-            target = load_target(name)
+        targets = {name: load_target(name) for name in options.targets}
+        lowered, merges = {}, {}
+        for name, target in targets.items():
             progress("lower", name, 0, 1)
-            lowered = lower_model(
+            lowered[name] = lower_model(
                 rewritten.graphs, target.spec, target.kernels, rewritten.symbols, rewritten.outputs,
-                strict=options.strict, portable=options.portable,
+                strict=options.strict, portable=options.portable, refuse_stage=find_stage_rule(target, options.mono),
             )  # fmt: skip
-            merges = propose_decode_merges(lowered, target, options.mono)
-            compiled = compile_sources(lowered.sources, target, options.workers, progress)
-            schedule_decode(lowered, merges, compiled, target, options.mono)
-            progress("compiled", compiled.describe(), 1, 1)
-            packer.add_target(target.spec, lowered, compiled)
+            merges[name] = propose_decode_merges(lowered[name], target)
+        sources = {name: low.sources for name, low in lowered.items()}
+        for name, compiled in compile_sources(sources, targets, options.workers, progress).items():
+            progress("compiled", f"{name}: {compiled.describe()}", 1, 1)
+            schedule_decode(lowered[name], merges[name], compiled, targets[name], options.mono)
+            packer.add_target(targets[name].spec, lowered[name], compiled)
         progress("pack", str(out), 0, 1)
         packer.finish()
     return Path(out)

@@ -1,8 +1,8 @@
-"""Compile the kernels of a target and hold them against its limits and their promises."""
+"""Compile the kernels of all targets and hold them against the targets' limits and their own promises."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmcompile.core.kernel import CompiledKernel, KernelSource
@@ -31,21 +31,47 @@ class Compiled:
 
 
 def compile_sources(
-    sources: Mapping[str, KernelSource], target: Target, workers: int | None, progress: Progress
-) -> Compiled:
-    """Compile every source for every architecture of the target; raise LoweringError if one breaks a limit."""
-    names = [(name, arch) for name in sorted(sources) for arch in target.spec.architectures]
-    jobs = [CompileJob(sources[name], arch, target.spec) for name, arch in names]
+    sources: Mapping[str, Mapping[str, KernelSource]],
+    targets: Mapping[str, Target],
+    workers: int | None,
+    progress: Progress,
+) -> dict[str, Compiled]:
+    """Compile every source (by target and name) for every architecture of its target, all together.
+
+    Raises LoweringError if a kernel breaks a limit.
+    """
+    jobs = {
+        (target, name, arch.name): CompileJob(kernels[name], arch, targets[target].spec)
+        for target, kernels in sources.items()
+        for name in sorted(kernels)
+        for arch in targets[target].spec.architectures
+    }
     reports: list[JobReport] = []
 
     def report(done: JobReport) -> None:
         reports.append(done)
         progress("compile", f"{done.name} for {done.architecture}", len(reports), len(jobs))
 
-    kernels: dict[str, dict[str, CompiledKernel]] = {name: {} for name in sources}
+    binaries = dict(zip(jobs, compile_many(list(jobs.values()), workers, progress=report), strict=True))
+    places = list(jobs)
+    return {
+        target: _collect(
+            {(name, arch): binary for (owner, name, arch), binary in binaries.items() if owner == target},
+            targets[target],
+            [r for r in reports if places[r.index][0] == target],
+        )
+        for target in sources
+    }
+
+
+def _collect(
+    binaries: Mapping[tuple[str, str], CompiledKernel], target: Target, reports: Sequence[JobReport]
+) -> Compiled:
+    """Check the binaries (by kernel and architecture) of one target."""
+    kernels: dict[str, dict[str, CompiledKernel]] = {}
     warnings: list[str] = []
-    for (name, arch), compiled in zip(names, compile_many(jobs, workers, progress=report), strict=True):
-        warnings += target.check(compiled)
-        kernels[name][arch.name] = compiled
+    for (name, arch), binary in binaries.items():
+        warnings += target.check(binary)
+        kernels.setdefault(name, {})[arch] = binary
     seconds = sum(r.seconds for r in reports)
     return Compiled(kernels, tuple(dict.fromkeys(warnings)), seconds, sum(r.cache_hit for r in reports))

@@ -153,7 +153,7 @@ def test_a_second_build_compiles_nothing(modules: Path, tmp_path: Path, monkeypa
     def refuse(*_: object) -> None:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr("mmcompile.targets._toolchain.compile_kernel", refuse)
+    monkeypatch.setattr("mmcompile.targets._toolchain.compile_family", refuse)
     second = build(f"{modules}:gated", tmp_path / "b", options)
     assert stored and contents(tmp_path / "cache") == stored
     assert contents(first / "kernels") == contents(second / "kernels")
