@@ -44,17 +44,20 @@ _NEVER = np.int32(-1)
 
 @dataclass(frozen=True)
 class Access:
-    """Memory that a stage touches: ``space`` (the arena, or a buffer by its name), bytes from ``start`` to ``end``."""
+    """Memory that a stage touches: ``space`` (the arena, or a buffer by its name), bytes from ``start`` to ``end``.
+
+    ``name``: of the buffer that is meant.
+    """
 
     space: str
     start: int
     end: int
     writes: bool
+    name: str = ""
 
     def conflicts(self, other: Access) -> bool:
         """True if the two may not change places."""
-        overlaps = self.space == other.space and self.start < other.end and other.start < self.end
-        return overlaps and (self.writes or other.writes)
+        return self.space == other.space and _overlap(self, other) and (self.writes or other.writes)
 
 
 @dataclass(frozen=True)
@@ -111,23 +114,56 @@ def find_conflicts(accesses: Sequence[Sequence[Access]]) -> list[list[int]]:
     return found
 
 
+def refuse_clobbered(accesses: Sequence[Sequence[Access]], names: Sequence[str]) -> None:
+    """Refuse stages that find something else where they expect a buffer.
+
+    Every access must find the bytes that the buffer of its name was last written with, in the order of the stages.
+    Raises LoweringError that names the reader and who wrote another buffer there.
+    """
+    writes: dict[str, list[tuple[int, Access]]] = {}
+    written: set[str] = set()
+    for index, own in enumerate(accesses):
+        for access in own:
+            if access.writes and access.name not in written:
+                continue
+            last = next((w for w in reversed(writes.get(access.space, ())) if _overlap(w[1], access)), None)
+            if last is not None and last[1].name != access.name:
+                raise LoweringError(
+                    f"stage {index} ({names[index]}) finds {last[1].name}, which stage {last[0]} ({names[last[0]]}) "
+                    f"wrote, where it expects {access.name}",
+                    fix="place buffers that are alive together apart",
+                )
+        for access in own:
+            if access.writes:
+                writes.setdefault(access.space, []).append((index, access))
+                written.add(access.name)
+
+
+def _overlap(one: Access, other: Access) -> bool:
+    return one.start < other.end and other.start < one.end
+
+
 class Clocks:
     """Vector clocks of the programs over a schedule; ``known[p, q]``: the last stage on q that p knows to be done."""
 
     def __init__(self, programs: int) -> None:
         self.known = np.full((programs, programs), _NEVER, np.int32)
         self._reached: list[Clock] = []
+        self._least_known: Clock | None = None
 
     def wait(self, stage: Placed, source: int) -> None:
         """The programs of ``stage`` have seen the counter of ``source`` full."""
+        self._least_known = None
         self.known[stage.programs] = np.maximum(self.known[stage.programs], self._reached[source])
 
     def lacks(self, stage: Placed, earlier: Placed, index: int) -> bool:
         """True if a program of ``stage`` may start before ``earlier`` (number ``index``) is done on another program."""
-        return bool((self._least(stage)[earlier.programs] < index).any())
+        if self._least_known is None:
+            self._least_known = self._find_least(stage)
+        return bool((self._least_known[earlier.programs] < index).any())
 
-    def _least(self, stage: Placed) -> Clock:
-        """What all programs of a stage know of each program, which itself knows what it did."""
+    def _find_least(self, stage: Placed) -> Clock:
+        """What all programs of the present stage know of each program, which itself knows what it did."""
         known = self.known.copy()
         np.fill_diagonal(known, len(self._reached))
         least: Clock = known[stage.programs].min(axis=0, initial=len(self._reached))
@@ -135,6 +171,7 @@ class Clocks:
 
     def finish(self, stage: Placed) -> None:
         """The programs of the next stage are done with it."""
+        self._least_known = None
         index = len(self._reached)
         diagonal = np.flatnonzero(stage.programs)
         self.known[diagonal, diagonal] = index

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mmcompile.core.errors import LoweringError
 from mmcompile.core.ops.define import get_op
 from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Phase, Plan, Schedule, Stage, View
 from mmcompile.core.schedule import (
@@ -19,6 +20,7 @@ from mmcompile.core.schedule import (
     list_targets,
     place_stages,
     prove_schedule,
+    refuse_clobbered,
 )
 from mmcompile.core.spec import TargetSpec
 from mmcompile.lower.memory import Lifetime, plan_memory, size_of
@@ -111,27 +113,40 @@ class Scheduler:
                   replicated=self._is_replicated(merge, i, private))
             for i, (launch, record) in enumerate(merge.places)
         ]  # fmt: skip
-        symbols = self.plan.symbols | {"tokens": merge.high, "batch": merge.high}
+        symbols = self._largest_symbols(merge)
         offsets, private_bytes = self._place_private(merge, private, symbols)
-        conflicts = find_conflicts([self._list_accesses(merge, i, private, symbols) for i in range(len(stages))])
-        placements = [
-            self._place(merge, stages, tokens, programs) for tokens in range(merge.low, merge.high + 1)
-        ]
+        conflicts = find_conflicts(self._list_accesses(merge, private, symbols))
+        placements = [self._place(merge, stages, tokens, programs) for tokens in range(merge.low, merge.high + 1)]
         waits: list[set[int]] = [set() for _ in stages]
         for placed in placements:
             for index, chosen in enumerate(choose_waits(placed, conflicts)):
                 waits[index].update(chosen)
         ordered = [tuple(sorted(w, reverse=True)) for w in waits]
         stages = [s.model_copy(update={"waits": w}) for s, w in zip(stages, ordered, strict=True)]
-        for placed in placements:
-            prove_schedule(placed, ordered, list_targets(placed, stages), conflicts, resident)
         seconds = self._estimate(merge, stages)
         mode: Mode = wanted if seconds[wanted] < seconds["standalone"] else "standalone"
-        return Schedule(
+        schedule = Schedule(
             low=merge.low, high=merge.high, kernel=kernel, programs=programs, stages=tuple(stages),
             layers=self._split_layers(merge), private=offsets, private_bytes=private_bytes, mode=mode,
             seconds=seconds, basis="cost model",
         )  # fmt: skip
+        self.prove(schedule, resident)
+        return schedule
+
+    def prove(self, schedule: Schedule, resident: int) -> None:
+        """Prove a schedule as it is, for every token count of its range. Raises LoweringError where that fails."""
+        merge, private = find_merge(schedule), set(schedule.private)
+        symbols, names = self._largest_symbols(merge), [self.phase.launches[s.launch].name for s in schedule.stages]
+        accesses = self._list_accesses(merge, private, symbols)
+        refuse_clobbered(accesses, names)
+        refuse_clobbered(self._list_private_accesses(schedule, symbols), names)
+        conflicts, waits = find_conflicts(accesses), [stage.waits for stage in schedule.stages]
+        for tokens in range(merge.low, merge.high + 1):
+            placed = self._place(merge, schedule.stages, tokens, schedule.programs)
+            prove_schedule(placed, waits, list_targets(placed, schedule.stages), conflicts, resident)
+
+    def _largest_symbols(self, merge: Merge) -> dict[str, int]:
+        return self.plan.symbols | {"tokens": merge.high, "batch": merge.high}
 
     def _place(self, merge: Merge, stages: Sequence[Stage], tokens: int, programs: int) -> list[Placed]:
         names = [self.phase.launches[s.launch].name for s in stages]
@@ -161,9 +176,7 @@ class Scheduler:
                 found |= names
         return found
 
-    def _place_private(
-        self, merge: Merge, private: set[str], symbols: Mapping[str, int]
-    ) -> tuple[dict[str, int], int]:
+    def _place_private(self, merge: Merge, private: set[str], symbols: Mapping[str, int]) -> tuple[dict[str, int], int]:
         """Offsets of the private buffers in a program's part; those never alive together share memory."""
         lifetimes: dict[str, Lifetime] = {}
         for index in range(len(merge.places)):
@@ -173,22 +186,42 @@ class Scheduler:
                     lifetimes[view.buffer] = Lifetime(first, index)
         return plan_memory([self.plan.buffers[name] for name in sorted(lifetimes)], lifetimes, symbols)
 
-    def _list_accesses(
-        self, merge: Merge, index: int, private: set[str], symbols: Mapping[str, int]
-    ) -> list[Access]:
-        """Memory that a stage shares with others; weights and private copies are nobody else's concern."""
-        written = self._list_written(merge.places[index][0])
-        inputs = {v.buffer for v in self.phase.launches[merge.places[index][0]].inputs.values() if v is not None}
-        found = {}
-        for view in merge.places[index][1].arguments:
-            if not isinstance(view, View) or view.buffer in private:
-                continue
-            buffer = self.plan.buffers[view.buffer]
-            if buffer.role in ("weight", "derived", "input"):
-                continue
-            writes = view.buffer in written or view.buffer not in inputs
-            found[view.buffer] = _locate(buffer, symbols, writes)
-        return list(found.values())
+    def _list_accesses(self, merge: Merge, private: set[str], symbols: Mapping[str, int]) -> list[list[Access]]:
+        """Memory that each stage shares with others; weights and private copies are nobody else's concern."""
+        found = []
+        for launch, record in merge.places:
+            names = dict.fromkeys(a.buffer for a in record.arguments if isinstance(a, View))
+            buffers = [self.plan.buffers[name] for name in names]
+            shared = [b for b in buffers if b.name not in private and b.role not in ("weight", "derived", "input")]
+            found.append([_locate(b, symbols, self._writes(launch, b.name)) for b in shared])
+        return found
+
+    def _list_private_accesses(self, schedule: Schedule, symbols: Mapping[str, int]) -> list[list[Access]]:
+        """What each stage touches of its program's own copies. LoweringError if they are not everybody's."""
+        found = []
+        for index, stage in enumerate(schedule.stages):
+            touched = dict.fromkeys(a.buffer for a in stage.record.arguments if isinstance(a, View))
+            names = [name for name in touched if name in schedule.private]
+            own = [self._locate_private(schedule, name, self._writes(stage.launch, name), symbols) for name in names]
+            if any(access.writes for access in own) and not stage.replicated:
+                raise LoweringError(
+                    f"stage {index} ({self.phase.launches[stage.launch].name}) is not run by every program, "
+                    "but writes a buffer of which each has a copy",
+                    fix="make the stage replicated or its result shared",
+                )
+            if max((access.end for access in own), default=0) > schedule.private_bytes:
+                raise LoweringError(f"the programs' copies take more than {schedule.private_bytes} bytes")
+            found.append(own)
+        return found
+
+    def _locate_private(self, schedule: Schedule, name: str, writes: bool, symbols: Mapping[str, int]) -> Access:
+        start = schedule.private[name]
+        return Access("private", start, start + size_of(self.plan.buffers[name], symbols), writes, name)
+
+    def _writes(self, index: int, buffer: str) -> bool:
+        """Whether a launch may write a buffer: a result, a mutated input, or a work space of its kernels."""
+        inputs = {view.buffer for view in self.phase.launches[index].inputs.values() if view is not None}
+        return buffer in self._list_written(index) or buffer not in inputs
 
     def _list_written(self, index: int) -> frozenset[str]:
         """Buffers that a launch writes: its results and the inputs that its operation mutates."""
@@ -233,5 +266,5 @@ class Scheduler:
 
 def _locate(buffer: Buffer, symbols: Mapping[str, int], writes: bool) -> Access:
     if buffer.offset is None:
-        return Access(buffer.name, 0, 1, writes)
-    return Access("arena", buffer.offset, buffer.offset + size_of(buffer, symbols), writes)
+        return Access(buffer.name, 0, 1, writes, buffer.name)
+    return Access("arena", buffer.offset, buffer.offset + size_of(buffer, symbols), writes, buffer.name)

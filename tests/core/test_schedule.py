@@ -20,6 +20,7 @@ from mmcompile.core.schedule import (
     list_targets,
     place_stages,
     prove_schedule,
+    refuse_clobbered,
 )
 
 RECORD = KernelLaunch(kernel="k", grid=(1, 1, 1), arguments=())
@@ -109,6 +110,29 @@ def test_planted_faults_are_refused_and_name_the_stages(planted: str) -> None:
         waits[2], match = [1, 0, 1, 0, 1], "waits for 5 stages"
     with pytest.raises(LoweringError, match=match):
         prove_schedule(placed, waits, targets, conflicts, resident)
+
+
+def named(name: str, start: int, size: int, writes: bool) -> list[Access]:
+    return [Access("arena", start, start + size, writes, name)]
+
+
+def test_a_buffer_is_reused_after_its_last_reader() -> None:
+    """a is written, read, then b takes its place; the work space w is written twice, and read as if it were written."""
+    right = [named("a", 0, 64, True), named("a", 0, 64, False), named("b", 32, 64, True), named("b", 32, 64, False),
+             named("w", 0, 8, True), named("w", 0, 8, True)]  # fmt: skip
+    names = [f"s{i}" for i in range(len(right))]
+    refuse_clobbered(right, names)
+    refuse_clobbered([[*named("in", 0, 8, False), *named("out", 0, 8, True)], named("out", 0, 8, False)], names)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_buffer_overwritten_before_its_last_reader_is_refused(writes: bool) -> None:
+    wrong = [named("a", 0, 64, True), named("b", 63, 64, True), named("a", 0, 64, writes)]
+    with pytest.raises(LoweringError, match=r"stage 2 \(z\) finds b, which stage 1 \(y\) wrote, where it expects a"):
+        refuse_clobbered(wrong, ["x", "y", "z"])
+    foreign = [named("b", 0, 64, True), named("input", 0, 4, False)]
+    with pytest.raises(LoweringError, match="finds b, .* where it expects input"):
+        refuse_clobbered(foreign, ["x", "y"])
 
 
 @st.composite
