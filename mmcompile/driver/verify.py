@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import queue
-import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mmcompile.core.errors import LoweringError, UsageError, unknown_name
+from mmcompile.core.errors import UsageError, unknown_name
 from mmcompile.core.expression import find_symbols
-from mmcompile.core.kernel import CompiledKernel, KernelSource, Parameter
-from mmcompile.core.plan import Binary, Choice, Launch, Plan, View
+from mmcompile.core.kernel import KernelSource
+from mmcompile.core.plan import Choice, Launch, Plan, View
 from mmcompile.driver.progress import Progress, silent
 from mmcompile.driver.targets import load_target
 from mmcompile.driver.verify_device import DeviceRunner
@@ -25,10 +24,9 @@ from mmcompile.driver.verify_emulate import Emulation, list_jobs, run_jobs
 from mmcompile.driver.verify_inputs import list_decoder_cases, list_module_cases
 from mmcompile.driver.verify_interpret import InterpreterRunner
 from mmcompile.driver.verify_run import Check, Outcome, Runner, run_check
+from mmcompile.driver.verify_static import check_kernel, read_source
 from mmcompile.runtime.artifact import Artifact, open_artifact
 from mmcompile.runtime.device_cuda import CudaDriver
-from mmcompile.targets._disassemble import count_instructions
-from mmcompile.targets._target import Target
 
 METHODS = ("interpreter", "emulator")
 """What verify does where there is no GPU."""
@@ -174,7 +172,7 @@ def _list_runnable(names: Sequence[str]) -> list[str]:
 def list_units(artifact: Artifact, target_name: str, quick: bool, pattern: str) -> list[_Unit]:
     """Every different choice of a target's plan with a kernel that matches, statically checked."""
     plan, target = artifact.plan(target_name), load_target(target_name)
-    sources = {name: _read_source(artifact, plan, name) for name in plan.kernels}
+    sources = {name: read_source(artifact, plan, name) for name in plan.kernels}
     units: dict[str, _Unit] = {}
     for phase in plan.phases.values():
         for launch in phase.launches:
@@ -185,7 +183,7 @@ def list_units(artifact: Artifact, target_name: str, quick: bool, pattern: str) 
                     units.setdefault(unit.key, unit)
                 above = choice.max_tokens or above
     used = {name for unit in units.values() for name in unit.check.sources}
-    found = {name: _check_kernel(artifact, plan, target, sources[name]) for name in sorted(used)}
+    found = {name: check_kernel(artifact, plan, target, sources[name]) for name in sorted(used)}
     for unit in units.values():
         unit.reasons = [found[k] for k in unit.check.sources if found[k]]
         unit.proofs = () if unit.reasons else ("assembled", "ledger")
@@ -234,48 +232,7 @@ def _identify(check: Check) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
-def _read_source(artifact: Artifact, plan: Plan, name: str) -> KernelSource:
-    kernel = plan.kernels[name]
-    parameters = tuple(Parameter(p, kind, "") for p, kind in kernel.parameters)
-    warps = next((b.num_warps for b in kernel.binaries.values()), 4)
-    text = (artifact.root / kernel.source).read_text()
-    expectations = dict(kernel.expectations)
-    return KernelSource(
-        name, text, parameters, ("1", "1", "1"), warps, kernel.num_stages, expectations, lanes=kernel.lanes
-    )  # fmt: skip
-
-
-def _check_kernel(artifact: Artifact, plan: Plan, target: Target, source: KernelSource) -> str:
-    """Hash, limits, ledger of every binary of a kernel; the first objection, or ""."""
-    kernel = plan.kernels[source.name]
-    missing = [a.name for a in target.spec.architectures if a.name not in kernel.binaries]
-    if missing:
-        return f"{source.name} has no binary for {missing[0]}"
-    for architecture, binary in kernel.binaries.items():
-        data = artifact.read_binary(source.name, binary)
-        assembly = (artifact.root / binary.assembly).read_text()
-        compiled = CompiledKernel(source, architecture, assembly, data, _describe_binary(binary, assembly))
-        counted = count_instructions(assembly, "hip" if target.spec.backend == "hip" else "ptx")
-        recorded = {k: n for k, n in binary.ledger.items() if not k[:1].isupper()}
-        if counted != recorded:
-            return f"{source.name} ({architecture}): the recorded ledger is not that of {binary.assembly}"
-        try:
-            target.check(compiled)
-        except LoweringError as error:
-            return error.what
-    return ""
-
-
-def _describe_binary(binary: Binary, assembly: str) -> dict[str, Any]:
-    """The metadata that Target.check reads."""
-    columns = [int(n) for n in re.findall(r"tcgen05\.alloc[^;]*,\s*(\d+);", assembly)]
-    listings = ["ptx", "sass"] if any(k[:1].isupper() for k in binary.ledger) else ["ptx"]
-    return binary.model_dump() | {"tmem_size": max(columns, default=0), "ledger_from": listings}
-
-
-def _run_units(
-    units: list[_Unit], runners: Sequence[Runner], progress: Progress
-) -> dict[str, tuple[Outcome, float]]:
+def _run_units(units: list[_Unit], runners: Sequence[Runner], progress: Progress) -> dict[str, tuple[Outcome, float]]:
     """Outcome and seconds of every different unit."""
     todo = {unit.key: unit for unit in reversed(units)}
     done: dict[str, tuple[Outcome, float]] = {}
