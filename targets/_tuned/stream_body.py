@@ -1,0 +1,368 @@
+"""Triton text of the streamed step's entry point, phase by phase."""
+
+from __future__ import annotations
+
+import textwrap
+
+from mmcompile.targets._kernels.common import ceil_div
+from mmcompile.targets._tuned.stream_attention import part_vectors
+from mmcompile.targets._tuned.stream_shape import THREADS, TILE_ROWS, TRACED, StepPlan, StepShape
+
+
+def _call(name: str, arguments: str, results: int, kind: str = "tl.float32") -> str:
+    """A call of inline assembly with several results."""
+    types = kind if results == 1 else "(" + ", ".join([kind] * results) + ")"
+    return f"tl.inline_asm_elementwise({name}, {name}_C, [{arguments}], dtype={types}, is_pure=False, pack=1)"
+
+
+def _results(call: str, results: int) -> str:
+    """The call as a tuple also where there is one result."""
+    return f"({call},)" if results == 1 else call
+
+
+def _rounds(count: int) -> range:
+    return range(ceil_div(count, THREADS))
+
+
+def _stamp(shape: StepShape, number: str) -> list[str]:
+    """The time at the end of a phase, where the shape asks for it."""
+    plan = StepPlan(shape)
+    place = f"workspace + {plan.workspace['trace']} + 2 * (program * {plan.trace_stamps} + {number})"
+    return [f"run(STAMP, STAMP_C, [{place} + tid * 0])"] if shape.trace else []
+
+
+def _stamp_layer(shape: StepShape, phase: int) -> list[str]:
+    return _stamp(shape, f"(layer - FIRST) * {len(TRACED)} + {phase}")
+
+
+def write_body(shape: StepShape) -> str:
+    """Statements of the entry point, indented."""
+    layer = [
+        _write_qkv(shape),
+        _write_attention(shape),
+        _write_output(shape),
+        _write_gate_up(shape),
+        _write_down(shape),
+    ]
+    parts = [_write_start(shape), "for layer in range(FIRST, END):", textwrap.indent("\n".join(layer), "    ")]
+    parts += [_write_head(shape) if shape.has_head else _write_residual(shape)]
+    parts.append("if program == 0:\n    tl.store(workspace, epoch + 1)")
+    return textwrap.indent("\n".join(parts), "    ")
+
+
+def _write_start(shape: StepShape) -> str:
+    plan, rows = StepPlan(shape), shape.hidden // shape.programs
+    zeros = max(2 * shape.warp_k, 2 * shape.head_dim)
+    lines = [
+        "program = tl.program_id(0)", "tid = tl.arange(0, 32 * WARPS)", "warp, lane = tid // 32, tid % 32",
+        "base = run(BASE, BASE_C, [tid])", "base = tl.max(base, 0) + tid * 0  # Triton declares its shared memory",
+        "zero = (tid * 0).to(tl.float32)", "none = program * 0", "member, team = program % TEAM, program // TEAM",
+        "longest = none",
+    ]  # fmt: skip
+    for i in range(shape.max_tokens):
+        lines.append(f"longest = tl.maximum(longest, tl.load(seq_lens + {i}, mask={i} < tokens, other=0))")
+    per = plan.part_tokens
+    lines += [
+        f"splits = tl.minimum(tl.maximum((longest + {per - 1}) // {per}, 1), {plan.splits})",
+        "cfg = (stream, block_table, seq_lens, workspace, tokens, max_blocks, splits, program, member, team, tid,"
+        " base)",
+        "run(SET_UP, SET_UP_C, [base + BARRIERS + warp * (8 * SLOTS)])",
+        'run("st.shared.b32 [$1], 0; mov.b32 $0, 0;", "=r,r", [base + DEAD])',
+        f'run("st.shared.b32 [$1], 0; mov.b32 $0, 0;", "=r,r", [base + ZEROS + tid * 4 % {zeros}])',
+    ]
+    for i in range(shape.first, shape.end):
+        value = f"cache_{i}.to(tl.int64) + tid.to(tl.int64) * 0"
+        lines.append(f'run("st.shared.b64 [$1], $2; mov.b32 $0, 0;", "=r,r,l", [base + POINTERS + {8 * i}, {value}])')
+    lines += [
+        "tl.debug_barrier()",
+        "sequence, first, end, stages, length, part, busy = find_work(none + FIRST, member, splits, seq_lens, tokens)",
+        "state = (none, none, none + FIRST, none, none, sequence, first, end, stages, length, part, busy, none, none)",
+        "for i in range(SLOTS):",
+        "    state = leave_slot(state, cfg)",
+        f"state = (none, none, {', '.join(f'state[{i}]' for i in range(2, 13))}, none)",
+        "epoch = tl.load(workspace, volatile=True)",
+        f"x_warp = base + X + warp * {plan.x_chunks * shape.max_tokens * plan.x_stride}",
+        "live = lane // 4 < MAX_TOKENS",
+        "x = tl.where(live, x_warp + lane // 4 * X_STRIDE, base + ZEROS) + lane % 4 * 16",
+        "x_step = tl.where(live, MAX_TOKENS * X_STRIDE, 0)",
+        f"column = lane * 4 % {shape.warp_k}",
+        "q = tl.where(lane // 4 < GROUP, base + HEADS_PLACE + lane // 4 * Q_STRIDE, base + ZEROS) + lane % 4 * 16",
+        f"own_row, own_token = program * {rows} + tid % {rows}, tid // {rows}",
+        f"owner = tid < {rows * shape.max_tokens}", "given = owner & (own_token < tokens)",
+        "own = own_token * HIDDEN + own_row",
+    ]  # fmt: skip
+    if shape.first == 0:
+        lines.append("token = tl.load(input_ids + own_token, mask=given, other=0).to(tl.int64)")
+        lines.append("residual = tl.load(embedding + token * HIDDEN + own_row, mask=given, other=0.0).to(tl.float32)")
+    else:
+        lines.append("start = residual")
+        lines.append("residual = tl.load(start + own, mask=given, other=0.0).to(tl.float32)")
+    lines.append(f"tag = (epoch * {shape.layers + 1} + FIRST + 1) & 0xFFFF")
+    lines.append("post(workspace + MAIL_RESIDUAL + own, word(residual, tag), owner)")
+    return "\n".join([*lines, *_write_tables(shape), *_load_norms(shape, "entry", "0")])
+
+
+def _write_tables(shape: StepShape) -> list[str]:
+    """What each thread's RoPE pairs need, the same in every layer."""
+    pairs, half = StepPlan(shape).tiles["qkv"] * 4, shape.head_dim // 2
+    lines = []
+    for r in _rounds(pairs * shape.max_tokens):
+        lines += [
+            f"turn{r} = tid + {THREADS * r}", f"token{r} = turn{r} // {pairs}",
+            f"pair = member * {pairs} + turn{r} % {pairs}",
+            f"head, dim = pair // {half}, pair % {half}", f"valid{r} = turn{r} < {pairs * shape.max_tokens}",
+            f"here = valid{r} & (token{r} < tokens)", "rotary = here & (head <= GROUP)",
+            f"angle = tl.load(positions + token{r}, mask=here, other=0).to(tl.int64) * HEAD_DIM + dim",
+            f"cos{r} = tl.load(table + angle, mask=rotary, other=1.0).to(tl.float32)",
+            f"sin{r} = tl.load(table + angle + {half}, mask=rotary, other=0.0).to(tl.float32)",
+            f"slot = tl.load(slot_mapping + token{r}, mask=here, other=-1)",
+            f"stored{r} = here & (head >= GROUP) & (slot >= 0)",
+            "slot = ((slot // PAGE * KV_HEADS + team) * PAGE + slot % PAGE) * (2 * HEAD_DIM)",
+            f"place{r} = (slot + tl.where(head > GROUP, HEAD_DIM, 0) + dim) * 2",
+            f"word{r} = (token{r} * KV_HEADS + team) * {(shape.group + 2) * shape.head_dim} + head * HEAD_DIM + dim",
+        ]  # fmt: skip
+    return lines
+
+
+def _load_norms(shape: StepShape, name: str, row: str) -> list[str]:
+    """Load a norm's weights into tuples, ahead of their use."""
+    plan = StepPlan(shape)
+    chunks, results = plan.load_chunks["qkv"], 2 * plan.load_chunks["qkv"] * max(1, shape.warp_k // 128)
+    lines = []
+    for c in range(plan.chunks["qkv"] // chunks):
+        place = f"norms + ({row}) * HIDDEN + warp * (HIDDEN // WARPS) + {c * chunks * shape.warp_k} + column"
+        lines.append(f"{name}{c} = {_call('LOAD_WEIGHTS', place, results, 'tl.int32')}")
+    return lines
+
+
+def _poll_residual(shape: StepShape, mailbox: str, name: str, code: str) -> list[str]:
+    """The residual stream times the norm's weights to shared memory, and the squares."""
+    plan, tokens = StepPlan(shape), shape.max_tokens
+    chunks, weights = plan.load_chunks["qkv"], 2 * plan.load_chunks["qkv"] * max(1, shape.warp_k // 128)
+    lines = []
+    for c in range(plan.chunks["qkv"] // chunks):
+        source = f"workspace + MAIL_{mailbox.upper()} + {c * chunks * shape.warp_k} + warp * (HIDDEN // WARPS) + column"
+        into = f"x_warp + column * 2 + {c * chunks * tokens * plan.x_stride}"
+        norm = ", ".join(f"{name}{c}[{i}]" for i in range(weights))
+        call = _call(
+            "POLL_RESIDUAL", f"{source}, tag + tid * 0, workspace + tid * 0, {code} + tid * 0, {into}, {norm}", tokens
+        )
+        lines.append(f"new = {_results(call, tokens)}")
+        for b in range(tokens):
+            lines.append(f"square{b} = new[{b}]" if c == 0 else f"square{b} += new[{b}]")
+    squares = ", ".join(f"square{b}" for b in range(tokens))
+    lines.append(f"run(STORE_SQUARES, STORE_SQUARES_C, [base + SQUARES + warp * 4, {squares}])")
+    return lines
+
+
+def _write_qkv(shape: StepShape) -> str:
+    plan, pairs = StepPlan(shape), StepPlan(shape).tiles["qkv"] * 4
+    lines = [f"tag = (epoch * {shape.layers + 1} + layer + 1) & 0xFFFF", "code = layer * 8 + 1"]
+    lines += _load_norms(shape, "after", "(layer - FIRST) * 2 + 1")
+    lines += [*_poll_residual(shape, "residual", "entry", "code"), *_stamp_layer(shape, 0)]
+    lines += [
+        "scratch = find_scratch(state, cfg)",
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {plan.tiles['qkv']}, {plan.chunks['qkv']})",
+        "tl.debug_barrier()",
+    ]
+    row = plan.tiles["qkv"] * TILE_ROWS * 4
+    for r in _rounds(pairs * shape.max_tokens):
+        lines += [
+            f"asked = tl.minimum(token{r}, MAX_TOKENS - 1)",
+            f"sums_at = scratch + asked * {row} + turn{r} % {pairs} * 8",
+            f"even, odd = add_pairs(sums_at, {row * shape.max_tokens})",
+            "rstd = find_rstd(cfg, asked)",
+            "even, odd = round_bf16(even * rstd), round_bf16(odd * rstd)",
+            f"real, imaginary = even * cos{r} - odd * sin{r}, odd * cos{r} + even * sin{r}",
+            f"post(workspace + MAIL_QKV + word{r}, word(real, tag), valid{r})",
+            f"post(workspace + MAIL_QKV + HEAD_DIM // 2 + word{r}, word(imaginary, tag), valid{r})",
+            f"target = read_pointer(base + POINTERS + 8 * layer) + place{r}",
+            f"tl.store(target.to(tl.pointer_type(tl.bfloat16)), real.to(tl.bfloat16), mask=stored{r})",
+            "target = (target + HEAD_DIM).to(tl.pointer_type(tl.bfloat16))",
+            f"tl.store(target, imaginary.to(tl.bfloat16), mask=stored{r})",
+        ]
+    lines += ["state = flip(state)", *_stamp_layer(shape, 1)]
+    return "\n".join([*lines, f"state = ask_l2(state, cfg, {shape.prefetch[1]})"])
+
+
+def _write_attention(shape: StepShape) -> str:
+    plan, d, numbers = StepPlan(shape), shape.head_dim, 2 + shape.head_dim // 4
+    words = (shape.group + 2) * d
+    # The stage that is copied next is of this layer still: what it attends to is in the state.
+    lines = [
+        f"{name} = state[{i}]"
+        for i, name in enumerate(("sequence", "first", "end", "stages", "length", "part", "busy"), 5)
+    ]
+    inner = []
+    for r in _rounds(words // 4):
+        inner += [
+            f"four = (tid + {THREADS * r}) % {words // 4} * 4",
+            f"mail_at = workspace + MAIL_QKV + (sequence * KV_HEADS + team) * {words} + four",
+            "heads_at = base + HEADS_PLACE + four // HEAD_DIM * Q_STRIDE + four % HEAD_DIM * 2",
+            "poll(POLL_HEADS, POLL_HEADS_C, cfg, mail_at, tag, code + 1, heads_at)",
+        ]
+    state = ", ".join(f"sums[{i}]" for i in range(numbers))
+    scale = shape.head_dim**-0.5 * 1.4426950408889634  # scores in base 2
+    place = "area, q, base + HEADS_PLACE + GROUP * Q_STRIDE, base + HEADS_PLACE + (GROUP + 1) * Q_STRIDE"
+    inner += [
+        "tl.debug_barrier()",
+        *_stamp_layer(shape, 2),
+        f"sums = (zero - 1e30, {', '.join(['zero'] * (numbers - 1))})",
+        "for i in range(stages):",
+        "    area = await_slot(state, cfg, code + 7)",
+        "    unit = first + i * WARPS + warp",
+        "    index = tl.where(unit < end, length - 1 - unit * UNIT, -1)",
+        "    limit = index + 1",
+        f"    sums = {_call('ATTEND', f'{place}, limit, index, zero + {scale!r}, {state}', numbers)}",
+        "    state = leave_slot(state, cfg)",
+        f"scratch = {_find_partials(shape)}",
+        f"run(STORE_PART, STORE_PART_C, [scratch + warp * {plan.partial_stride}, {state}])",
+        "tl.debug_barrier()",
+        "mail = sequence * SPLITS + part",
+    ]
+    for r in _rounds(shape.group * d):
+        inner += [
+            f"spot = tid + {THREADS * r}",
+            f"valid, head = spot < {shape.group * d}, tl.minimum(spot // HEAD_DIM, GROUP - 1)",
+            "value, weight = read_pair(MERGE_WARPS, MERGE_WARPS_C, [scratch, head, head * HEAD_DIM + spot % HEAD_DIM])",
+            "mail_at = workspace + MAIL_PARTS + (mail * KV_HEADS + team) * (GROUP * HEAD_DIM) + spot",
+            "post(mail_at, word(value, tag), valid)",
+            "mail_at = workspace + MAIL_WEIGHTS + 2 * (mail * HEADS + team * GROUP + head)",
+            "chosen = (valid & (spot % HEAD_DIM == 0)).to(tl.int32)",
+            "run(POST_PAIR, POST_PAIR_C, [mail_at, weight.to(tl.int32, bitcast=True), tag + tid * 0, chosen])",
+        ]
+    body = textwrap.indent("\n".join(inner).replace("SPLITS", str(plan.splits)), "    ")
+    lines += ["if busy:", body, *_stamp_layer(shape, 3)]
+    return "\n".join([*lines, f"state = ask_l2(state, cfg, {shape.prefetch[2]})"])
+
+
+def _find_partials(shape: StepShape) -> str:
+    """Where the warps' attention results go: behind the output projection's activations, else the scratch buffer that
+    it will not write to."""
+    plan = StepPlan(shape)
+    if plan.partials_in_x:
+        return f"base + X + {plan.chunks['o'] * shape.max_tokens * plan.x_stride}"
+    return "base + SCRATCH + (1 - state[13]) * SCRATCH_BYTES"
+
+
+def _write_output(shape: StepShape) -> str:
+    plan, width = StepPlan(shape), shape.heads * shape.head_dim
+    tokens, parts = plan.merged_tokens, plan.merged_parts
+    count = 6 * len(part_vectors(shape, tokens))
+    lines = [f"spots = warp * {width // 8} + column"]
+    for b in range(0, shape.max_tokens, tokens):
+        words = f"workspace + MAIL_PARTS + {b * plan.splits * width} + from_part * {width} + spots"
+        weights = (
+            f"workspace + MAIL_WEIGHTS + {2 * b * plan.splits * shape.heads} + from_part * (2 * HEADS) "
+            "+ spots // HEAD_DIM * 2"
+        )
+        start = ", ".join("zero - 1e30" if i % 6 == 0 else "zero" for i in range(count))
+        state = ", ".join(f"sums[{i}]" for i in range(count))
+        common = "tag + tid * 0, workspace + tid * 0, code + 2 + tid * 0, splits - from_part + tid * 0"
+        lines += [
+            f"sums = ({start})",
+            f"for from_part in range(0, splits, {parts}):",
+            f"    sums = {_call('MERGE_PARTS', f'{words}, {weights}, {common}, {state}', count)}",
+            f"run(FINISH_PARTS, FINISH_PARTS_C, [x_warp + column * 2 + {b * plan.x_stride}, {state}])",
+        ]
+    lines += [
+        *_stamp_layer(shape, 4),
+        "scratch = find_scratch(state, cfg)",
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {plan.tiles['o']}, {plan.chunks['o']})",
+        *_add_residual(shape, "after", "tag"),
+        *_stamp_layer(shape, 5),
+        *_load_norms(shape, "entry", "(layer - FIRST) * 2 + 2"),
+        f"state = ask_l2(state, cfg, {shape.prefetch[3]})",
+    ]
+    return "\n".join(lines)
+
+
+def _add_residual(shape: StepShape, mailbox: str, tag: str) -> list[str]:
+    """Add the sums in scratch memory to the owners' residual stream and post it."""
+    rows = shape.hidden // shape.programs
+    return [
+        "tl.debug_barrier()",
+        f"sums_at = scratch + tl.minimum(tid, {rows * shape.max_tokens - 1}) * 4",
+        f"residual = round_bf16(residual + add_warps(sums_at, {rows * shape.max_tokens * 4}))",
+        f"post(workspace + MAIL_{mailbox.upper()} + own, word(residual, {tag}), owner)",
+        "state = flip(state)",
+    ]
+
+
+def _write_gate_up(shape: StepShape) -> str:
+    plan = StepPlan(shape)
+    tiles = plan.batch_tiles["gate_up"]
+    batches, per = plan.tiles["gate_up"] // tiles, tiles * 4
+    inner = [
+        "scratch = find_scratch(state, cfg)",
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tiles}, {plan.chunks['gate_up']})",
+        "tl.debug_barrier()",
+    ]
+    for r in _rounds(per * shape.max_tokens):
+        inner += [
+            f"turn = tid + {THREADS * r}", f"asked = tl.minimum(turn // {per}, MAX_TOKENS - 1)",
+            f"sums_at = scratch + asked * {tiles * 32} + turn % {per} * 8",
+            f"gate, up = add_pairs(sums_at, {tiles * 32 * shape.max_tokens})",
+            "rstd = find_rstd(cfg, asked)", "gate, up = round_bf16(gate * rstd), round_bf16(up * rstd)",
+            "active = gate / (1.0 + tl.exp(-gate)) * up",
+            f"into = asked * {shape.intermediate} + program * {plan.tiles['gate_up'] * 4}",
+            f"into += batch * {per} + turn % {per}",
+            f"post(workspace + MAIL_ACTIVATION + into, word(active, tag), turn < {per * shape.max_tokens})",
+        ]  # fmt: skip
+    inner.append("state = flip(state)")
+    lines = [*_poll_residual(shape, "after", "after", "code + 3"), *_stamp_layer(shape, 6)]
+    lines += [f"for batch in range({batches}):", textwrap.indent("\n".join(inner), "    ")]
+    return "\n".join([*lines, *_stamp_layer(shape, 7), f"state = ask_l2(state, cfg, {shape.prefetch[4]})"])
+
+
+def _write_down(shape: StepShape) -> str:
+    plan, tiles = StepPlan(shape), StepPlan(shape).tiles["down"]
+    chunks = plan.load_chunks["down"]
+    sums = [f"down{t}{c}" for t in range(tiles) for c in "ab"]
+    source = (
+        f"workspace + MAIL_ACTIVATION + warp * {shape.intermediate // 8} + column + block * {chunks * shape.warp_k}"
+    )
+    lines = [
+        f"{', '.join(sums)} = {', '.join(['zero'] * len(sums))}",
+        f"for block in range({plan.chunks['down'] // chunks}):",
+        f"    poll(POLL_ACTIVATION, POLL_ACTIVATION_C, cfg, {source}, tag, code + 4, x_warp + column * 2)",
+        *(f"    {line}" for line in _stamp_layer(shape, 8)),
+        f"    for chunk in range({chunks}):",
+        "        at = x + chunk * x_step",
+    ]
+    for t in range(tiles):
+        pair = f"down{t}a, down{t}b"
+        lines.append(f"        state, {pair} = multiply(state, cfg, code + 7, at, {pair})")
+    lines.append("scratch = find_scratch(state, cfg)")
+    lines += [f"keep(cfg, scratch, {tiles * TILE_ROWS}, {t}, down{t}a, down{t}b)" for t in range(tiles)]
+    return "\n".join([*lines, *_add_residual(shape, "residual", "tag + 1"), *_stamp_layer(shape, 9)])
+
+
+def _write_head(shape: StepShape) -> str:
+    plan = StepPlan(shape)
+    tiles = plan.batch_tiles["head"]
+    rows = tiles * TILE_ROWS
+    lines = ["tag = (tag + 1) & 0xFFFF", "code = END * 8 + 1", *_poll_residual(shape, "residual", "entry", "code + 5")]
+    lines += _stamp(shape, f"{plan.trace_stamps - 2}")
+    inner = [
+        "scratch = find_scratch(state, cfg)",
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tiles}, {plan.chunks['head']})",
+        "tl.debug_barrier()",
+    ]
+    for r in _rounds(rows * shape.max_tokens):
+        inner += [
+            f"turn = tid + {THREADS * r}", f"asked = tl.minimum(turn // {rows}, MAX_TOKENS - 1)",
+            f"sums_at = scratch + (asked * {rows} + turn % {rows}) * 4",
+            f"logit = add_warps(sums_at, {4 * rows * shape.max_tokens})",
+            "logit *= find_rstd(cfg, asked)",
+            f"row = program * {plan.tiles['head'] * TILE_ROWS} + batch * {rows} + turn % {rows}",
+            f"valid = (turn < tokens * {rows}) & (row < {shape.vocabulary})",
+            f"tl.store(result + asked.to(tl.int64) * {shape.vocabulary} + row, logit.to(tl.bfloat16), mask=valid)",
+        ]  # fmt: skip
+    inner.append("state = flip(state)")
+    lines += [f"for batch in range({plan.tiles['head'] // tiles}):", textwrap.indent("\n".join(inner), "    ")]
+    return "\n".join([*lines, *_stamp(shape, f"{plan.trace_stamps - 1}")])
+
+
+def _write_residual(shape: StepShape) -> str:
+    return "tl.store(result + own, residual.to(tl.bfloat16), mask=given)"
