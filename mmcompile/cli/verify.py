@@ -54,10 +54,11 @@ def verify(
 
     Every file must have its recorded hash, every binary its recorded instructions. Then every kernel's source runs in
     Triton's interpreter, and its emitted assembly in mmcompile's emulators of PTX and gfx950, with checks of bounds,
-    of what nobody wrote, of barriers and of races.
+    of what nobody wrote, of barriers and of races. Merged decode launches (--mono) run there beside standalone ones.
     """
     from mmcompile.core.errors import UsageError, VerificationError, unknown_name
     from mmcompile.driver.verify import METHODS, verify_artifact
+    from mmcompile.driver.verify_mono import verify_schedules
 
     if device not in ("cpu", "cuda"):
         raise unknown_name("device", device, ("cpu", "cuda"))
@@ -70,14 +71,27 @@ def verify(
         verdicts = verify_artifact(
             artifact, targets=targets or None, kernel_pattern=kernel, quick=quick, progress=watch, methods=methods
         )
-    records = [asdict(verdict) for verdict in verdicts]
-    failed = [r for r in records if r["verdict"] == "failed"]
-    printer = _print_emulations if emulate else _print_records
-    emit({"records": records, "failed": len(failed)}, as_json, lambda console: printer(console, records))
+        merged = (
+            verify_schedules(artifact, targets=targets or None, quick=quick, progress=watch)
+            if "emulator" in methods and kernel is None
+            else []
+        )
+    records, schedules = [asdict(verdict) for verdict in verdicts], [asdict(verdict) for verdict in merged]
+    failed = [r for r in (*records, *schedules) if r["verdict"] == "failed"]
+    document = {"records": records, "schedules": schedules, "failed": len(failed)}
+    emit(document, as_json, lambda console: _print_all(console, records, schedules, emulate))
     if failed:
         names = ", ".join(f"{r['kernel']} ({r['target']})" for r in failed[:3])
-        print_error(f"{len(failed)} of {len(records)} kernels disagree with their references: {names}.")
+        what = f"{len(failed)} of {len(records) + len(schedules)} kernels and schedules"
+        print_error(f"{what} disagree with their references: {names}.")
         raise typer.Exit(VerificationError.exit_code)
+
+
+def _print_all(console: Console, records: list[dict[str, Any]], schedules: list[dict[str, Any]], emulate: bool) -> None:
+    (_print_emulations if emulate else _print_records)(console, records)
+    if schedules:
+        console.print()
+        _print_schedules(console, schedules)
 
 
 def _spell_kernel(names: str) -> str:
@@ -137,4 +151,30 @@ def _print_emulations(console: Console, records: list[dict[str, Any]]) -> None:
         console.print(f"Not checked: {sentence}")
     _print_reasons(console, [(f"{r['kernel']} ({e['architecture']})", e["reason"]) for r, e in emulated])
     verdicts = [e["verdict"] for _, e in emulated]
+    console.print(f"\n{', '.join(f'{verdicts.count(v)} {v}' for v in ('ok', 'failed'))}")
+
+
+def _print_schedules(console: Console, records: list[dict[str, Any]]) -> None:
+    """One row for each emulated run of a merged decode launch, and for each schedule that the static checks refuse."""
+    rows = [
+        (
+            r["kernel"],
+            r["architecture"] or r["target"],
+            r["tokens"] or "",
+            r["mode"],
+            r["programs"] or "",
+            f"{r['difference']:.1e}",
+            f"{r['equal']:.2%}",
+            mark(r["verdict"] != "failed", r["verdict"]),
+            "; ".join(part for part in (", ".join(r["proofs"]), r["coverage"]) if part),
+        )
+        for r in records
+    ]
+    columns = ("kernel", "binary", "tokens", "mode", "programs", "difference", "equal bytes", "verdict", "passed")
+    title = (
+        "Merged decode launches, beside standalone ones in the emulators, in a seeded order and with the race check."
+    )
+    console.print(make_table(title, columns, rows, numbers=(2, 4, 5, 6)))
+    _print_reasons(console, [(f"{r['kernel']} ({r['architecture'] or r['target']})", r["reason"]) for r in records])
+    verdicts = [r["verdict"] for r in records]
     console.print(f"\n{', '.join(f'{verdicts.count(v)} {v}' for v in ('ok', 'failed'))}")

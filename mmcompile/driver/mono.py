@@ -62,12 +62,23 @@ def schedule_decode(lowered: Lowered, merges: list[Merge], compiled: Compiled, t
 
 def reschedule(plan: Plan, spec: TargetSpec, schedule: Schedule, programs: int) -> Schedule:
     """The same stages for another number of programs, placed and proven anew; all of them are taken to be resident."""
-    phase = plan.phases[PHASE]
-    merge = find_merge(schedule)
-    replicable = {merge.kernels[stage.body] for stage in schedule.stages if stage.replicated}
-    scheduler = Scheduler(plan, phase, replicable, spec, assign_layers(plan, phase))
-    made = scheduler.make(merge, schedule.kernel, programs, programs, "step")
+    made = _open_scheduler(plan, spec, schedule).make(find_merge(schedule), schedule.kernel, programs, programs, "step")
     return made.model_copy(update={"mode": schedule.mode})
+
+
+def prove_recorded(plan: Plan, spec: TargetSpec, schedule: Schedule) -> None:
+    """Prove a schedule of an artifact as it is recorded. LoweringError names what is wrong."""
+    from mmcompile.targets._merge import count_resident
+
+    binaries = plan.kernels[schedule.kernel].binaries.values()
+    resident = min(count_resident(binary.model_dump(), spec) for binary in binaries) * spec.units
+    _open_scheduler(plan, spec, schedule).prove(schedule, resident)
+
+
+def _open_scheduler(plan: Plan, spec: TargetSpec, schedule: Schedule) -> Scheduler:
+    phase = plan.phases[PHASE]
+    replicable = {stage.record.kernel for stage in schedule.stages if stage.replicated}
+    return Scheduler(plan, phase, replicable, spec, assign_layers(plan, phase))
 
 
 def _update(lowered: Lowered, **changes: object) -> None:

@@ -123,7 +123,7 @@ def test_inspect_graph(mmcompile, artifact):
 def test_verify_without_kernels(mmcompile, artifact):
     outcome = mmcompile("verify", artifact, "--json")
     assert outcome.code == 0
-    assert outcome.json == {"records": [], "failed": 0}
+    assert outcome.json == {"records": [], "schedules": [], "failed": 0}
 
 
 def test_verify_reports_a_failure(mmcompile, artifact, monkeypatch):
