@@ -153,7 +153,7 @@ def _refuse_index(call: OpCall) -> str | None:
     cache, head_dim = need(call, "index_cache"), int(call.attributes["head_dim"])
     if len(cache.shape) != 3 or (cache.shape[2] != head_dim and not is_nvfp4(call, "index_cache")):
         return f"index_cache must be [pages, page_size, {head_dim}], it is {list(cache.shape)}"
-    return refuse_layouts(call) or refuse_norms(call, *NORMS)
+    return refuse_norms(call, *NORMS)
 
 
 def _index_constants(call: OpCall) -> dict[str, int | float | bool | str]:
@@ -174,7 +174,7 @@ def _label_caches(call: OpCall) -> str:
 
 def _refuse_insert(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
     reason = rope.refuse_fused(call, spec, arch) or _refuse_index(call)
-    return reason or rope.refuse_cache(call, "index_cache")
+    return reason or rope.refuse_cache(call, "index_cache") or refuse_layouts(call)
 
 
 def _emit_insert(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
@@ -204,7 +204,7 @@ def _emit_insert(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[Ke
 
 def _refuse(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
     return (refuse_heads(call) or refuse_tile(tokens, call) or _refuse_index(call) or refuse_cache(call, "kv_cache")
-            or refuse_cache(call, "index_cache") or refuse_projection(call, spec, arch))
+            or refuse_cache(call, "index_cache") or refuse_layouts(call) or refuse_projection(call, spec, arch))
 
 
 def _emit(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:

@@ -1,128 +1,141 @@
-"""Kernels over NVFP4 pages against the references on the decoded pages: both layouts, poisoned tails, insertion."""
+"""Kernels that read NVFP4 pages, against the references: every layout, NaN in all that no sequence owns, refusals."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mmcompile.core.formats import nvfp4_cache
+from mmcompile.core.formats import cache_pages, nvfp4_cache
 from mmcompile.core.kernel import KernelTemplate
 from mmcompile.targets import gfx950, sm90, sm100
-from mmcompile.targets._kernels import sparse_attention, sparse_index
-from tests.kernels.sparse_cases import ARCH, SPEC, complete, make_spans
+from mmcompile.targets._kernels import attention, sparse_attention, sparse_index
+from tests.kernels.sparse_cases import ARCH, GARBAGE_PAGES, SPEC, complete, make_spans, symbols_of
 
-INSERT, SCORE, _, _, PREFILL = sparse_index.TEMPLATES
-SPLIT, _, _, _, TOKENS = sparse_attention.TEMPLATES
-PAGE, D, GARBAGE = 16, 64, 0x7F
-LENGTHS, NEW = [33, 0, 16, 5], [2, 1, 1, 1]
+_, SCORE, _, _, SCORE_PREFILL = sparse_index.TEMPLATES
+SPARSE, _, _, _, SPARSE_PREFILL = sparse_attention.TEMPLATES
+DENSE, _, _, DENSE_SINGLE, DENSE_PREFILL = attention.TEMPLATES
+PREFILLS = (SCORE_PREFILL, SPARSE_PREFILL, DENSE_PREFILL)
+# Bytes of rows that nobody wrote: as scales they are NaN.
+GARBAGE = 0x7F
+KV = [nvfp4_cache.LINEAR, nvfp4_cache.TOKEN_QUAD, nvfp4_cache.SM90]
+INDEX = [nvfp4_cache.INDEX, nvfp4_cache.SM90_INDEX]
 PLACES = [pytest.param((target.TARGET.spec, target.TARGET.spec.architectures[0]), id=target.TARGET.spec.name)
           for target in (sm90, sm100, gfx950)]
 
 
-def launch(runner: Any, call_of: Any, template: KernelTemplate, tensors: dict[str, Any], attributes: dict[str, Any],
-           result: Tensor | None, place: Any = (SPEC, ARCH)) -> dict[str, Any]:
-    """Interpret a template and return all buffers; its operation itself has no NVFP4 cache, so no reference runs."""
-    phase = "prefill" if template in (PREFILL, TOKENS) else "decode"
-    rows = dict.fromkeys(("q", "index_q", "index_k", "blocks", "slot_mapping", "result"), "tokens")
-    call = call_of(template.op, tensors, attributes, rows, [] if result is None else [result])
-    template = complete(template, phase)
-    assert template.refuse(call, *place) is None
-    tokens = next(t.shape[0] for name, t in tensors.items() if name in rows)
-    symbols = {"tokens": tokens, "batch": len(LENGTHS)}
-    if "block_table" in tensors:
-        symbols["max_blocks"] = tensors["block_table"].shape[1]
-    pool = tensors | symbols | {"result": result}
-    for scratch in template.scratch(call, place[0]):
-        shape = [symbols.get(n, n) for n in scratch.shape]
-        pool[f"scratch:{scratch.name}"] = torch.full(shape, torch.nan)
-    runner._launch(template.emit(call, *place), pool, symbols)
-    return pool
+def sizes_of(tag: str) -> tuple[int, int]:
+    """(page size, head_dim) to test a layout with."""
+    return (128, 128) if tag in (nvfp4_cache.SM90, nvfp4_cache.SM90_INDEX) else (16, 64)
 
 
-def fill_pages(sides: int, seed: int) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Random rows of every sequence by side, and block table, slots and page count for them."""
+def make_pages(tag: str, lengths: list[int], kv_heads: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A cache with random rows of every sequence and garbage everywhere else, and its block table."""
+    page, d = sizes_of(tag)
     generator = torch.Generator().manual_seed(seed)
-    counts = [-(-n // PAGE) for n in LENGTHS]
+    counts = [-(-n // page) for n in lengths]
     order = torch.randperm(sum(counts) + 1, generator=generator)
-    table = torch.full((len(LENGTHS), max(counts) + 1), 2**31 - 1, dtype=torch.int32)
-    slots = []
-    for b, length in enumerate(LENGTHS):
+    table = torch.tensor(GARBAGE_PAGES, dtype=torch.int32).repeat(len(lengths), max(counts))[:, : max(counts) + 1]
+    shape = (len(order), *((2 * kv_heads,) if tag in KV else ()), page, d // 2 + d // 16)
+    cache = torch.full(shape, GARBAGE, dtype=torch.uint8)
+    for b, length in enumerate(lengths):
         table[b, : counts[b]] = order[sum(counts[:b]) : sum(counts[: b + 1])].int()
         place = torch.arange(length)
-        slots.append(table[b].long()[place // PAGE] * PAGE + place % PAGE)
-    rows = [torch.randn((sum(LENGTHS), sides, D), generator=generator) * 3 for _ in range(2)]
-    return {"block_table": table, "slots": torch.cat(slots), "pages": torch.arange(len(order))}, rows
+        slots = table[b].long()[place // page] * page + place % page
+        rows = torch.randn((2, length, kv_heads, d), generator=generator) * 3
+        if tag in KV:
+            cache_pages.insert_kv(cache, tag, rows[0], rows[1], slots)
+        else:
+            cache_pages.insert_index(cache, tag, rows[0, :, 0], slots)
+    return cache, table.contiguous()
 
 
-def make_index(seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
-    """Operands of the score over NVFP4 pages, and the same pages decoded: fp32, NaN where no row is."""
-    layout, (keys, _) = fill_pages(1, seed)
-    cache = torch.full((len(layout["pages"]), PAGE, D // 2 + D // 16), GARBAGE, dtype=torch.uint8)
-    nvfp4_cache.insert_index(cache, nvfp4_cache.INDEX, keys[:, 0], layout["slots"])
-    decoded = nvfp4_cache.read_index(cache, nvfp4_cache.INDEX, layout["pages"])
-    plain = torch.full_like(decoded, torch.nan)
-    plain[layout["slots"]] = decoded[layout["slots"]]
-    q = torch.randn((sum(NEW), 4, D), generator=torch.Generator().manual_seed(1)).bfloat16()
-    operands = {"index_q": q, "index_cache": cache, "block_table": layout["block_table"], **make_spans(LENGTHS, NEW)}
-    return operands, plain.view(-1, PAGE, D)
+def run(runner: Any, template: KernelTemplate, tensors: dict[str, Any], attributes: dict[str, Any],
+        place: Any = (SPEC, ARCH)) -> Any:
+    phase = "prefill" if template in PREFILLS else "decode"
+    tokens = next(tensors[name] for name in ("q", "index_q") if name in tensors).shape[0]
+    rows = {name: "tokens" for name in ("q", "index_q", "blocks", "result")}
+    return runner.run_op(complete(template, phase), tensors, attributes, *place, rows=rows,
+                         symbols=symbols_of(tensors, tokens))
+
+
+def make_query(tokens: int, heads: int, d: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn((tokens, heads, d), generator=torch.Generator().manual_seed(9)).to(dtype)
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("template", [SCORE, PREFILL], ids=lambda t: t.name)
-def test_scores_are_of_the_exact_keys(runner, call_of, template, place):
-    operands, plain = make_index()
-    want = torch.ops.mm.paged_index_score(**operands | {"index_cache": plain})
-    result = torch.full_like(want, torch.nan)
-    have = launch(runner, call_of, template, operands, {"layout": nvfp4_cache.INDEX}, result, place)["result"]
-    finite = want.isfinite()
-    assert torch.equal(have.isfinite(), finite)
-    torch.testing.assert_close(have[finite], want[finite], rtol=1e-5, atol=1e-4)
+@pytest.mark.parametrize("template", [SCORE, SCORE_PREFILL], ids=lambda t: t.name)
+def test_scores_are_of_the_exact_keys(runner, template, place):
+    check_scores(runner, template, nvfp4_cache.INDEX, [33, 0, 16, 5], [2, 1, 1, 1], place)
 
 
-@pytest.mark.parametrize("tag", [nvfp4_cache.LINEAR, nvfp4_cache.TOKEN_QUAD])
-@pytest.mark.parametrize("template", [SPLIT, TOKENS], ids=lambda t: t.name)
 @pytest.mark.slow
-def test_attention_reads_both_layouts(runner, call_of, template, tag):
-    layout, (keys, values) = fill_pages(2, 3)
-    cache = torch.full((len(layout["pages"]), 4, PAGE, D // 2 + D // 16), GARBAGE, dtype=torch.uint8)
-    nvfp4_cache.insert_kv(cache, tag, keys, values, layout["slots"])
-    sides = nvfp4_cache.read_kv(cache, tag, layout["pages"])
-    plain = torch.full((len(layout["pages"]) * PAGE, 2, 2 * D), torch.nan)
-    plain[layout["slots"]] = torch.cat(sides, -1)[layout["slots"]]
-    plain = plain.view(-1, PAGE, 2, 2 * D).transpose(1, 2).contiguous()
+@pytest.mark.parametrize("template", [SCORE, SCORE_PREFILL], ids=lambda t: t.name)
+def test_scores_of_keys_arranged_for_lanes(runner, template):
+    check_scores(runner, template, nvfp4_cache.SM90_INDEX, [133, 0, 128, 5], [2, 1, 1, 1], (SPEC, ARCH))
+
+
+def check_scores(runner, template, tag, lengths, new, place):
+    cache, table = make_pages(tag, lengths, 1)
+    q = make_query(sum(new), 4, sizes_of(tag)[1])
+    tensors = {"index_q": q, "index_cache": cache, "block_table": table, **make_spans(lengths, new)}
+    outcome = run(runner, template, tensors, {"layout": tag}, place)
+    (have,), (want,) = outcome.results, outcome.references
+    finite = want.isfinite()
+    assert finite.any() and torch.equal(have.isfinite(), finite)
+    torch.testing.assert_close(have[finite], want[finite], rtol=1e-2, atol=1e-1)
+    exact = torch.ops.mm.paged_index_score(**tensors | {"index_q": q.float()}, layout=tag)
+    torch.testing.assert_close(have[finite], exact[finite], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("tag", [nvfp4_cache.TOKEN_QUAD,
+                                 *(pytest.param(t, marks=pytest.mark.slow) for t in (KV[0], KV[2]))])
+@pytest.mark.parametrize("template", [SPARSE, SPARSE_PREFILL], ids=lambda t: t.name)
+def test_block_sparse_attention_reads_the_layout(runner, template, tag):
+    page, d = sizes_of(tag)
+    lengths, new = [2 * page + 1, 0, page, 5], [2, 1, 1, 1]
+    cache, table = make_pages(tag, lengths, 2, 3)
     blocks = torch.tensor([[2, -1, 0], [1, 2, -1], [0, -1, -1], [0, -1, -1], [-1, 0, 1]], dtype=torch.int32)
     blocks = blocks[:, None].expand(-1, 2, -1).contiguous()
-    q = torch.randn((sum(NEW), 8, D), generator=torch.Generator().manual_seed(1)).bfloat16()
-    operands = {"q": q, "kv_cache": cache, "blocks": blocks, "block_table": layout["block_table"],
-                **make_spans(LENGTHS, NEW)}
-    want = torch.ops.mm.paged_block_sparse_attention(**operands | {"kv_cache": plain}, scale=D**-0.5)
-    have = launch(runner, call_of, template, operands, {"layout": tag, "scale": D**-0.5},
-                  torch.full_like(want, torch.nan))["result"]
-    error = (have.float() - want.float()).norm() / want.float().norm()
-    assert float(error) < 1e-2
-    assert not have[2].any(), "a sequence of length 0 gives zeros"
+    tensors = {"q": make_query(5, 8, d), "kv_cache": cache, "blocks": blocks, "block_table": table,
+               **make_spans(lengths, new)}
+    outcome = run(runner, template, tensors, {"layout": tag, "scale": d**-0.5})
+    assert outcome.errors[0] < 1e-2
+    assert not outcome.results[0][2].any(), "a sequence of length 0 gives zeros"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_inserted_bytes_are_the_quantizers(runner, call_of, dtype):
-    layout, (keys, _) = fill_pages(1, 5)
-    keys = keys[:, 0]
-    keys[0], keys[1], keys[2, ::3] = 0.0, 1e5, -1e-3
-    keys = keys.to(dtype)
-    slots = layout["slots"].clone()
-    slots[[3, 40]] = -1
-    want = torch.full((len(layout["pages"]), PAGE, D // 2 + D // 16), GARBAGE, dtype=torch.uint8)
-    tensors = {"index_k": keys, "index_cache": want.clone(), "slot_mapping": slots}
-    nvfp4_cache.insert_index(want, nvfp4_cache.INDEX, keys, slots)
-    have = launch(runner, call_of, INSERT, tensors, {"layout": nvfp4_cache.INDEX}, None)["index_cache"]
-    assert torch.equal(have, want)
+@pytest.mark.parametrize("tag", [nvfp4_cache.TOKEN_QUAD,
+                                 *(pytest.param(t, marks=pytest.mark.slow) for t in (KV[0], KV[2]))])
+@pytest.mark.parametrize("template", [DENSE, DENSE_SINGLE, DENSE_PREFILL], ids=lambda t: t.name)
+def test_dense_attention_reads_the_layout(runner, template, tag):
+    page, d = sizes_of(tag)
+    prefill = template is DENSE_PREFILL
+    lengths, new = [2 * page + 1, 0, page, 5], [20, 0, 1, 3] if prefill else [1, 1, 1, 1]
+    cache, table = make_pages(tag, lengths, 2, 4)
+    tensors = {"q": make_query(sum(new), 4, d), "kv_cache": cache, "block_table": table, **make_spans(lengths, new)}
+    for window in (0, page + 3):
+        outcome = run(runner, template, tensors, {"layout": tag, "scale": d**-0.5, "window": window})
+        assert outcome.errors[0] < 1e-2
+
+
+@pytest.mark.parametrize(("d", "dtype"), [(16, torch.float32), (32, torch.float16), (256, torch.bfloat16)])
+@pytest.mark.slow
+def test_dense_attention_of_other_heads(runner, d, dtype):
+    cache = torch.full((3, 2, 8, d // 2 + d // 16), GARBAGE, dtype=torch.uint8)
+    rows = torch.randn((2, 11, 1, d), generator=torch.Generator().manual_seed(1))
+    table = torch.tensor([[2, 0, -1]], dtype=torch.int32)
+    slots = torch.cat([torch.arange(16, 24), torch.arange(3)])
+    cache_pages.insert_kv(cache, nvfp4_cache.LINEAR, rows[0], rows[1], slots)
+    tensors = {"q": make_query(1, 3, d, dtype), "kv_cache": cache, "block_table": table, **make_spans([11], [1])}
+    outcome = run(runner, DENSE_SINGLE, tensors, {"layout": nvfp4_cache.LINEAR, "scale": d**-0.5})
+    assert outcome.errors[0] < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize(("tag", "changes", "reason"), [
-    ("", {}, "none of its NVFP4 layouts"),
+    ("linear", {}, "none of its NVFP4 layouts"),
     (nvfp4_cache.LINEAR, {}, "none of its NVFP4 layouts"),
     (nvfp4_cache.INDEX, {"index_cache": torch.zeros((2, 16, 40), dtype=torch.uint8)}, "the 36 bytes"),
     (nvfp4_cache.INDEX, {"index_cache": torch.zeros((2, 18, 36), dtype=torch.uint8)}, "no pages of 18 tokens"),
@@ -130,6 +143,19 @@ def test_inserted_bytes_are_the_quantizers(runner, call_of, dtype):
     (nvfp4_cache.SM90_INDEX, {}, "no pages of 16 tokens of heads of 64"),
 ])
 def test_refusals_name_the_reason(call_of, tag, changes, reason):
-    operands = make_index()[0] | changes
+    lengths = [33, 5]
+    cache, table = make_pages(nvfp4_cache.INDEX, lengths, 1)
+    operands = {"index_q": make_query(5, 4, 64), "index_cache": cache, "block_table": table,
+                **make_spans(lengths, [4, 1])} | changes
     call = call_of(SCORE.op, operands, {"layout": tag, "phase": "decode"}, {}, [torch.empty(5, 4, 4)])
     assert reason in SCORE.refuse(call, SPEC, ARCH)
+
+
+def test_dense_attention_refuses_another_layout(call_of):
+    cache, table = make_pages(nvfp4_cache.LINEAR, [20], 2)
+    operands = {"q": make_query(1, 4, 64), "kv_cache": cache, "block_table": table, **make_spans([20], [1])}
+    call = call_of("paged_attention", operands, {"layout": nvfp4_cache.INDEX, "phase": "decode", "scale": 1.0}, {},
+                   [operands["q"]])
+    assert "none of its NVFP4 layouts" in DENSE.refuse(call, SPEC, ARCH)
+    plain = dataclasses.replace(call, attributes={"phase": "decode", "scale": 1.0})
+    assert "in the layout 'linear'" in DENSE.refuse(plain, SPEC, ARCH)
