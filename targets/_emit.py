@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmcompile.core.kernel import KernelParts, KernelSource, Parameter
+from mmcompile.core.spec import Architecture
+from mmcompile.targets._intrinsics import launch_cuda
 
 HEADER = '''"""{title}
 
@@ -18,6 +20,7 @@ import triton.language as tl
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 '''
+_AROUND = ("wait_for_launch", "release_launch")
 
 
 def _python_function(function: Any) -> Any:
@@ -53,6 +56,7 @@ def emit_kernel(
     ledger: Mapping[str, bool] | None = None,
     replicable: bool = False,
     prefetch: str = "",
+    early: Architecture | None = None,
 ) -> KernelSource:
     """Write the source of one kernel.
 
@@ -63,19 +67,25 @@ def emit_kernel(
         body: statements of the entry point, e.g. "tile_rms_norm(tl.program_id(0), x, weight, result, N, EPS)".
         intrinsics: jit functions that replace those of the same name (a target's own versions).
         replicable: see KernelSource. prefetch: see KernelParts.
+        early: the architecture, for a kernel that may be launched while the one before it still runs: where there is
+            such a thing it waits by itself, and by that the runtime knows (Binary.early).
     """
     sources: dict[str, str] = {}
+    statements = textwrap.dedent(body).strip()
+    if early is not None and "griddepcontrol" in early.features:
+        tiles = [launch_cuda.wait_for_launch, *tiles, launch_cuda.release_launch]
+        statements = f"wait_for_launch()\n{statements}\nrelease_launch()"
     for tile in tiles:
         collect_functions(tile, intrinsics or {}, sources)
     lines = [HEADER.format(title=title)]
     lines += [f"{key} = tl.constexpr({value})" for key, value in constants.items()]
     functions = "\n\n".join(text.strip() for text in sources.values())
     signature = ", ".join(p.name for p in parameters)
-    entry = f"@triton.jit\ndef {name}({signature}):\n{textwrap.indent(textwrap.dedent(body).strip(), '    ')}"
+    entry = f"@triton.jit\ndef {name}({signature}):\n{textwrap.indent(statements, '    ')}"
     alias = f"kernel = {name}  # the entry point; profilers show the longer name"
     text = "\n\n\n".join(["\n".join(lines), functions, entry, alias]) + "\n"
     parts = KernelParts(
-        tuple((key, value.strip()) for key, value in sources.items()),
+        tuple((key, value.strip()) for key, value in sources.items() if key not in _AROUND),
         tuple((key, str(value)) for key, value in constants.items()),
         textwrap.dedent(body).strip(),
         prefetch,

@@ -178,6 +178,11 @@ class Binary(Record):
     profile_scratch_size: int
     ledger: dict[str, int]
 
+    @property
+    def early(self) -> bool:
+        """True if it may be launched while the launch before it still runs, as it waits for that one's end itself."""
+        return "griddepcontrol.wait" in self.ledger
+
 
 class Kernel(Record):
     """An emitted kernel, shared by every launch that names it.

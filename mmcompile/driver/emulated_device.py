@@ -82,6 +82,7 @@ class EmulatedDriver:
         shared: int,
         parameters: int,
         cooperative: bool = False,
+        early: bool = False,
     ) -> None:
         """See Driver."""
         assembly, binary, count = function

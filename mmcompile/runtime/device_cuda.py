@@ -122,14 +122,31 @@ class CudaDriver:
         shared: int,
         parameters: int,
         cooperative: bool = False,
+        early: bool = False,
     ) -> None:
         """See Driver."""
         if cooperative:
             launch = self._cu.cuLaunchCooperativeKernel
             self._check(launch(function, *grid, threads, 1, 1, shared, self._stream, parameters))
             return
+        if early:
+            configuration = self._configure_early(grid, threads, shared)
+            self._check(self._cu.cuLaunchKernelEx(configuration, function, parameters, 0))
+            return
         result = self._cu.cuLaunchKernel(function, *grid, threads, 1, 1, shared, self._stream, parameters, 0)
         self._check(result)
+
+    def _configure_early(self, grid: tuple[int, int, int], threads: int, shared: int) -> Any:
+        """Programmatic dependent launch: the kernel waits by griddepcontrol where it has to."""
+        attribute = self._cu.CUlaunchAttribute()
+        attribute.id = self._cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        configuration = self._cu.CUlaunchConfig()
+        configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = grid
+        configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = threads, 1, 1
+        configuration.sharedMemBytes, configuration.hStream = shared, self._stream
+        configuration.attrs, configuration.numAttrs = [attribute], 1
+        return configuration
 
     def begin_capture(self) -> None:
         """See Driver."""

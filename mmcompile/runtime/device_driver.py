@@ -56,10 +56,12 @@ class Driver(Protocol):
         shared: int,
         parameters: int,
         cooperative: bool = False,
+        early: bool = False,
     ) -> None:
         """Queue a launch; ``parameters`` is the address of an array of pointers to the arguments.
 
-        cooperative: all programs have to be resident at once; refused by the driver if they cannot be.
+        cooperative: all programs have to be resident at once; refused by the driver if they cannot be. early: it may
+        start before the launch in front of it has ended; see ``Binary.early``.
         """
 
     def begin_capture(self) -> None:

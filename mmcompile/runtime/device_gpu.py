@@ -270,8 +270,8 @@ class GpuExecutor:
         self, name: str, binary: Binary, grid: tuple[int, int, int], arguments: PackedArguments
     ) -> Callable[[], None]:
         launch, function = self._driver.launch, self._functions[name]
-        threads, shared = binary.num_warps * binary.warp_size, binary.shared
-        return lambda: launch(function, grid, threads, shared, arguments.address)
+        threads, shared, early = binary.num_warps * binary.warp_size, binary.shared, binary.early
+        return lambda: launch(function, grid, threads, shared, arguments.address, early=early)
 
     def _argument(self, argument: View | str, sizes: Evaluation, pointers: Mapping[str, int]) -> int:
         return sizes.number(argument) if isinstance(argument, str) else self._locate(argument, sizes, pointers)

@@ -170,6 +170,7 @@ class HipDriver:
         shared: int,
         parameters: int,
         cooperative: bool = False,
+        early: bool = False,
     ) -> None:
         """See Driver."""
         if cooperative:

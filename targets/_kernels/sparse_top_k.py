@@ -150,7 +150,7 @@ def _emit(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[K
         body=f"""
             tile_top_k(tl.program_id(0), tl.program_id(1), scores, positions, result, {sizes}, {", ".join(constants)})
         """,
-        grid=(str(scores.shape[0]), str(scores.shape[1]), "1"), num_warps=4,
+        grid=(str(scores.shape[0]), str(scores.shape[1]), "1"), num_warps=4, early=architecture,
     ),)
 
 
@@ -168,7 +168,7 @@ def _emit_split(call: OpCall, spec: TargetSpec, architecture: Architecture) -> t
             tile_top_k_chunk(tl.program_id(0), tl.program_id(1), tl.program_id(2), scores, positions, candidates,
                              result, {sizes}, {", ".join(constants)})
         """,
-        grid=(*rows, str(_count_chunks(scores))), num_warps=4,
+        grid=(*rows, str(_count_chunks(scores))), num_warps=4, early=architecture,
     )
     kept = {key: value for key, value in constants.items() if key not in ("LOCAL", "INITIAL")} | {"MERGED": MERGED}
     merge = emit_kernel(
@@ -179,7 +179,7 @@ def _emit_split(call: OpCall, spec: TargetSpec, architecture: Architecture) -> t
             tile_top_k_merge(tl.program_id(0), tl.program_id(1), positions, candidates, result, {scores.shape[2]},
                              {", ".join(kept)})
         """,
-        grid=(*rows, "1"), num_warps=4,
+        grid=(*rows, "1"), num_warps=4, early=architecture,
     )
     return chunk, merge
 

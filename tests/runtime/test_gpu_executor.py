@@ -40,7 +40,7 @@ class HostDriver:
         self.kernels = kernels or {}
         self.memory: list[Any] = []
         self.recording: list[Callable[[], None]] | None = None
-        self.launches = self.replays = 0
+        self.launches = self.replays = self.early = 0
         self.closed = False
 
     def activate(self) -> None: ...
@@ -71,10 +71,13 @@ class HostDriver:
         assert image == b"image of " + symbol.encode()
         return self.kernels[symbol]
 
-    def launch(self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, parameters: int) -> None:
+    def launch(
+        self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, parameters: int, early: bool = False
+    ) -> None:
         pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
         read: Callable[[int, Any], int] = lambda i, kind=ctypes.c_uint64: kind.from_address(pointers[i]).value  # noqa: E731
         self.launches += self.recording is None
+        self.early += early
         self._queue(lambda: function(grid, read))
 
     def begin_capture(self) -> None:
@@ -249,7 +252,14 @@ def test_kernel_and_fallback_side_by_side(builder: Any) -> None:
         out = engine.forward(x=x)
         torch.testing.assert_close(out["y"], 2 * x[1:], rtol=0, atol=0)
         torch.testing.assert_close(out["out"], -x, rtol=0, atol=0)
-    assert driver.launches == 4 and [f["op"] for f in engine.describe()["fallbacks"]] == ["aten.neg.default"]
+    assert driver.launches == 4 and driver.early == 0 and [f["op"] for f in engine.describe()["fallbacks"]] == ["aten.neg.default"]
+
+
+def test_what_waits_by_itself_is_launched_early(builder: Any) -> None:
+    driver = HostDriver({"twice": twice})
+    plan = module_plan(builder(), global_scratch_size=16, ledger={"griddepcontrol.wait": 1})
+    module_engine(plan, driver).forward(x=torch.ones(4))
+    assert (driver.launches, driver.early) == (1, 1)
 
 
 def test_an_empty_grid_is_not_launched(builder: Any) -> None:
