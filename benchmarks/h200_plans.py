@@ -1,4 +1,4 @@
-"""Decode steps of artifacts on an NVIDIA GPU: standalone launches in a CUDA graph against mono-decode by layer and step.
+"""Decode steps of artifacts on an NVIDIA GPU: standalone launches in a CUDA graph against mono-decode.
 
 The artifacts are built elsewhere without a GPU (`mmcompile build ... --weights none --mono step`); weights are random:
 
@@ -19,6 +19,8 @@ import torch
 from _common import print_table
 
 import mmcompile
+from mmcompile.driver.mono import reschedule
+from mmcompile.driver.targets import load_target
 from mmcompile.runtime.batch import build_inputs
 from mmcompile.runtime.device_gpu import GpuExecutor
 from mmcompile.runtime.engine import Engine
@@ -109,12 +111,50 @@ def count_bytes(engine: Engine, batch: int, context: int) -> int:
     return total + batch * context * engine.manifest.cache.bytes_per_token
 
 
+def replace_programs(engine: Engine, programs: int) -> None:
+    """Schedules for another number of programs."""
+    executor = executor_of(engine)
+    plan = executor._plan
+    phase = plan.phases["decode"]
+    spec = load_target(plan.target).spec
+    schedules = tuple(reschedule(plan, spec, schedule, programs) for schedule in phase.schedules)
+    phases = plan.phases | {"decode": phase.model_copy(update={"schedules": schedules})}
+    executor._plan = executor._merged_memory.plan = plan.model_copy(update={"phases": phases})
+
+
+def print_stages(engine: Engine, batch: int, context: int) -> None:
+    """Mean microseconds of waiting and of work in a stage, by kernel, from one step's clocks."""
+    executor = executor_of(engine)
+    executor.record_stages(True)
+    executor.mono = "step"
+    inputs, symbols = make_step(engine, batch, context, 5)
+    for _ in range(3):
+        executor.run("decode", inputs, symbols, ("logits",))
+    schedule, times = executor.read_stages()
+    executor.record_stages(False)
+    found: dict[str, list[tuple[float, float, float, int]]] = {}
+    for stage, events in zip(schedule.stages, times, strict=True):
+        ran = events[events[:, 2] > 0].double() / 1e3
+        if len(ran):
+            wait, work = (ran[:, 1] - ran[:, 0]).mean(), (ran[:, 2] - ran[:, 1]).mean()
+            span = ran[:, 2].max() - ran[:, 1].min()
+            found.setdefault(stage.record.kernel, []).append((float(wait), float(work), float(span), len(ran)))
+    rows = [
+        [name, str(len(v)), str(v[0][3]), *(f"{statistics.mean(x[i] for x in v):.2f}" for i in range(3))]
+        for name, v in found.items()
+    ]
+    header = ["stage", "times", "programs", "wait us", "work us", "first ready to last done us"]
+    print_table(f"Stages at batch {batch}, context {context}", header, rows)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifacts", type=Path, nargs="+")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
+    parser.add_argument("--stages", action="store_true", help="print where the time of a merged step goes")
+    parser.add_argument("--programs", type=int, help="place the schedules anew for so many programs")
     arguments = parser.parse_args()
     copy = measure_copy()
     print(torch.cuda.get_device_name(), f"copy {copy / 1e12:.2f} TB/s")
@@ -122,6 +162,8 @@ def main() -> None:
     for path in arguments.artifacts:
         start = time.perf_counter()
         engine = mmcompile.load(path, device="cuda", max_batch=max(arguments.batch), random_weights=0)
+        if arguments.programs:
+            replace_programs(engine, arguments.programs)
         print(f"{path.name}: loaded in {time.perf_counter() - start:.0f} s", flush=True)
         for batch in arguments.batch:
             checked = check_modes(engine, batch)
@@ -133,6 +175,8 @@ def main() -> None:
                 row += [f"{seconds['off'] / best:.2f}", f"{limit * 1e6:.0f}", f"{limit / best:.2f}"]
                 rows.append([*row, checked["step"], checked["layer"]])
                 print(" | ".join(rows[-1]), flush=True)
+            if arguments.stages:
+                print_stages(engine, batch, arguments.context[0])
         engine.close()
     header = ["artifact", "batch", "context", "standalone us", "layer us", "step us", "standalone / best", "limit us",
               "limit / best", "step differs", "layer differs"]  # fmt: skip

@@ -16,6 +16,7 @@ from mmcompile.targets._emit import HEADER, collect_functions
 from mmcompile.targets._intrinsics import synchronise, synchronise_cuda, synchronise_hip
 
 _OWN = (Parameter("table", "*i64", "table"), Parameter("counters", "*i32", "counters"),
+        Parameter("times", "*i64", "times"),
         Parameter("first", "i32", "first"), Parameter("last", "i32", "last"))  # fmt: skip
 _PROGRAM = re.compile(r"\btl\.program_id\(([012])\)")
 _INTRINSICS = {"cuda": synchronise_cuda, "hip": synchronise_hip}
@@ -101,7 +102,8 @@ def _write_branch(number: int, source: KernelSource) -> str:
         call = ", ".join(["begin % x", "begin // x % y", "begin // (x * y)", *arguments])
         lines.append(f"prefetch_{number}({call})")
     call = ", ".join(["tile % x", "tile // x % y", "tile // (x * y)", *arguments])
-    lines += ["ready = await_stages(row, first, counters, stage, program)", "if ready:",
+    lines += ["ready = await_stages(row, first, counters, stage, program)",
+              "record_time(times, stage * programs + program, 1)", "if ready:",
               "    for tile in range(begin, tiles, step):", f"        stage_{number}({call})"]  # fmt: skip
     return f"{'if' if number == 0 else 'elif'} body == {number}:\n" + textwrap.indent("\n".join(lines), "    ")
 
@@ -111,6 +113,21 @@ _POINTERS = {
     "u8": "tl.uint8", "i8": "tl.int8", "i32": "tl.int32", "i64": "tl.int64",
 }  # fmt: skip
 _READ_ROW = f'''@triton.jit
+def load_stage(row):
+    """The head of a row: body, tiles, grid x and y, base, whether it is replicated, whether it is awaited."""
+    return (tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32),
+            tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32),
+            tl.load(row + 7).to(tl.int32))
+
+
+@triton.jit
+def record_time(times, place, event: tl.constexpr):
+    """Nanoseconds at the start of a stage (0), after its waits (1) and after its tiles (2), if anybody wants them."""
+    if times.to(tl.int64) != 0:
+        tl.store(times + place * 3 + event, read_clock())
+
+
+@triton.jit
 def load_pointer(row, slot: tl.constexpr, program, dtype: tl.constexpr):
     """Argument ``slot`` of a stage: an address and how far the copies of the programs lie apart."""
     address = tl.load(row + {ARGUMENTS} + 2 * slot) + tl.load(row + {ARGUMENTS} + 2 * slot + 1) * program
@@ -133,11 +150,12 @@ _ENTRY = f'''@triton.jit
 def {{name}}({{signature}}):
     program, programs = tl.program_id(0), tl.num_programs(0)
     stage = first
+    body, tiles, x, y, base, replicated, awaited = load_stage(table + stage * {STAGE_WORDS})
     while stage < last:
         row = table + stage * {STAGE_WORDS}
-        body, tiles = tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32)
-        x, y = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
-        base, replicated = tl.load(row + 4).to(tl.int32), tl.load(row + 5)
+        # What comes next is on its way while this stage runs; the table has a row after the last one.
+        following = load_stage(row + {STAGE_WORDS})
+        record_time(times, stage * programs + program, 0)
         begin, step = (program + programs - base) % programs, programs
         if replicated != 0:
             begin, step = 0, 1
@@ -145,10 +163,12 @@ def {{name}}({{signature}}):
         if begin < tiles:
 {{branches}}
             if ready:
-                if tl.load(row + 7) != 0:
+                record_time(times, stage * programs + program, 2)
+                if awaited != 0:
                     count_arrival(counters + (stage + 1) * {COUNTER_STRIDE})
                 else:
                     finish_stores()
+        body, tiles, x, y, base, replicated, awaited = following
         stage = tl.where(ready, stage + 1, last)
     if count_arrival(counters + {FINISH}) == programs - 1:
         for start in range(first, last, 1024):
@@ -167,7 +187,7 @@ def merge_kernels(name: str, sources: Sequence[KernelSource], spec: TargetSpec) 
     functions: dict[str, str] = {}
     replacements: Any = vars(_INTRINSICS[spec.backend])
     for function in (synchronise.wait_for, synchronise.finish_stores, synchronise.count_arrival,
-                     synchronise.prefetch_bytes):
+                     synchronise.prefetch_bytes, synchronise.read_clock):
         collect_functions(function, replacements, functions)
     stages = [_write_stage(number, source, names) for number, source in enumerate(sources)]
     symbols = sorted({p.value for s in sources for p in s.parameters if not p.type.startswith("*")})

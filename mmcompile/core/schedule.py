@@ -258,12 +258,12 @@ def list_targets(placed: Sequence[Placed], stages: Sequence[Stage]) -> dict[int,
 def build_table(
     placed: Sequence[Placed], stages: Sequence[Stage], arguments: Sequence[Sequence[tuple[int, int]]]
 ) -> npt.NDArray[np.int64]:
-    """The table that the merged kernel walks, int64 [stages, STAGE_WORDS].
+    """The table that the merged kernel walks, int64 [stages + 1, STAGE_WORDS]; it reads ahead to the empty last row.
 
     arguments: for every stage (address, bytes between the copies of the programs) of each pointer.
     """
     targets = list_targets(placed, stages)
-    table = np.zeros((len(stages), STAGE_WORDS), np.int64)
+    table = np.zeros((len(stages) + 1, STAGE_WORDS), np.int64)
     for index, (stage, place) in enumerate(zip(stages, placed, strict=True)):
         waits = [word for source in stage.waits if targets[source] for word in (source, targets[source])]
         pointers = [word for pair in arguments[index] for word in pair]

@@ -24,6 +24,8 @@ from mmcompile.lower.regions import Group, build_region, find_regions
 from mmcompile.lower.select import RefuseSource, Selected, Selector
 
 _VECTOR_BYTES = 16
+_REUSE_DISTANCE = 4
+"""Launches for which memory rests before it is reused where launches are merged: reuse at once would cost a wait."""
 
 
 @dataclass
@@ -282,7 +284,8 @@ class PhaseLowering:
         for i, launch in enumerate(self.launches):
             stages = self.stages.choices[i] if self.stages else ()
             for name in _touched(launch, stages):
-                lifetimes[name] = Lifetime(lifetimes[name].first if name in lifetimes else i, i)
+                last = i + _REUSE_DISTANCE if self.stages else i
+                lifetimes[name] = Lifetime(lifetimes[name].first if name in lifetimes else i, last)
         movable = [b for b in buffers.values() if b.role == "temporary" and b.name in lifetimes]
         results = [buffers[name] for name in self.outputs]
         offsets, arena = plan_memory(movable, lifetimes, self.symbols, results, self.plan_symbols)

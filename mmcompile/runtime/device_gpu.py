@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmcompile.core.errors import ArtifactError, RequestError
-from mmcompile.core.plan import Binary, Choice, Kernel, Launch, Phase, Plan, View
+from mmcompile.core.plan import Binary, Choice, Kernel, Launch, Phase, Plan, Schedule, View
 from mmcompile.runtime.device_driver import ALIGNMENT, Driver, PackedArguments, align, wrap_memory
 from mmcompile.runtime.executor import (
     Evaluation,
@@ -194,6 +194,24 @@ class GpuExecutor:
         self._driver.synchronize()
         return found
 
+    def record_stages(self, wanted: bool) -> None:
+        """Whether merged launches that are bound from now on record when their programs start and end each stage."""
+        self._merged_memory.records = wanted
+
+    def read_stages(self) -> tuple[Schedule, Tensor]:
+        """The schedule of the decode step that ran last, and its times: int64 nanoseconds [stages, programs, 3].
+
+        A program's events of a stage are its start, the end of its waits and the end of its tiles; 0 where it has no
+        tiles. RequestError if nothing was recorded.
+        """
+        merged = None if self._latest is None else self._latest.merged
+        if merged is None or not merged.times:
+            raise RequestError("no times of stages were recorded", fix="record_stages(True) before the first step")
+        times = torch.empty((len(merged.schedule.stages), merged.schedule.programs, 3), dtype=torch.int64)
+        self._driver.copy_to_host(times.data_ptr(), merged.times, times.nbytes)
+        self._driver.synchronize()
+        return merged.schedule, times
+
     def time_graph(self, repeats: int) -> float:
         """Seconds per replay of the decode graph that ran last, without the host's share. RequestError if none did."""
         graph = None if self._latest is None else self._latest.graph
@@ -208,7 +226,7 @@ class GpuExecutor:
         return (time.perf_counter() - started) / repeats
 
     def _program(self, phase: str, inputs: Mapping[str, Tensor], symbols: Symbols) -> _Program:
-        key = (phase, self.mono, tuple(sorted(symbols.items())))
+        key = (phase, f"{self.mono} {self._merged_memory.records}", tuple(sorted(symbols.items())))
         if key not in self._programs:
             check_symbols(self._plan, phase, symbols)
             check_inputs(self._plan, self._plan.phases[phase], inputs, symbols)

@@ -25,6 +25,7 @@ class Merged:
     schedule: Schedule
     placed: tuple[Placed, ...]
     fault: int
+    times: int
 
     def explain(self, code: int, found: int) -> ToolchainError:
         """The error for what the watchdog found: the code of a wait in vain and the value of its counter."""
@@ -51,10 +52,14 @@ def find_schedule(phase: Phase, symbols: Mapping[str, int], mono: str) -> Schedu
 
 @dataclass
 class MergedMemory:
-    """Device memory of the schedules of an executor; launches run one after the other, so each has one set."""
+    """Device memory of the schedules of an executor; launches run one after the other, so each has one set.
+
+    records: launches bound from now on write when their programs start, may start and end each stage.
+    """
 
     plan: Plan
     driver: Driver
+    records: bool = False
     _counters: dict[str, int] = field(default_factory=dict)
     _private: dict[int, int] = field(default_factory=dict)
     _tables: dict[bytes, int] = field(default_factory=dict)
@@ -74,6 +79,10 @@ class MergedMemory:
         if size and size not in self._private:
             self._private[size] = self.driver.allocate(size)
         return self._private.get(size, 0)
+
+    def times(self, schedule: Schedule) -> int:
+        """Room for the times of a schedule, int64 [stages, programs, 3]; 0 if they are not recorded."""
+        return self.driver.allocate(24 * len(schedule.stages) * schedule.programs) if self.records else 0
 
     def table(self, data: bytes) -> int:
         """A copy of ``data`` on the device."""
@@ -111,17 +120,17 @@ def bind_schedule(
 
     arguments = [[bind(a) for a in record.arguments if isinstance(a, View)] for record in records]
     table = memory.table(build_table(placed, schedule.stages, arguments).tobytes())
-    counters = memory.counters(schedule)
+    counters, times = memory.counters(schedule), memory.times(schedule)
     ranges = schedule.layers if schedule.mode == "layer" else ((0, len(schedule.stages)),)
-    symbols = memory.plan.kernels[schedule.kernel].parameters[4:]
+    symbols = memory.plan.kernels[schedule.kernel].parameters[5:]
     values = [sizes.number(name) for name, _ in symbols]
     threads, driver = binary.num_warps * binary.warp_size, memory.driver
-    packed = [PackedArguments([table, counters, first, last, *values, 0, 0]) for first, last in ranges]
+    packed = [PackedArguments([table, counters, times, first, last, *values, 0, 0]) for first, last in ranges]
     grid = (schedule.programs, 1, 1)
     steps = tuple(
         lambda a=a.address, keep=a: driver.launch(function, grid, threads, binary.shared, a, cooperative=True)
         for a in packed
     )
     covered = range(schedule.stages[0].launch, schedule.stages[-1].launch + 1)
-    return Merged(covered, steps, schedule, tuple(placed), counters + 4 * FAULT)
+    return Merged(covered, steps, schedule, tuple(placed), counters + 4 * FAULT, times)
 

@@ -59,3 +59,9 @@ def prefetch_bytes(pointer, SIZE: tl.constexpr):
         }""",
         "=r,l,r", [pointer, SIZE], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def read_clock():
+    """Nanoseconds of the clock that all programs share."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
