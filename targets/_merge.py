@@ -52,25 +52,40 @@ class _Names:
             for constant in _free_names(text) & local.keys():
                 renamed[constant] = f"{constant}_{number}"
                 self.constants[renamed[constant]] = local[constant]
-            text = _rename(text, renamed)
-            if self.functions.get(name, text) != text:
-                renamed[name] = f"{name}_{number}"
-                text = _rename(text, {name: renamed[name]})
-            self.functions.setdefault(renamed.get(name, name), text)
+            text = _rename(text, {k: v for k, v in renamed.items() if k not in _bound_names(text)})
+            final, final_text = name, text
+            while self.functions.get(final, final_text) != final_text:
+                final = renamed[name] = f"{final}_{number}"
+                final_text = _rename(text, {name: final})
+            self.functions[final] = final_text
         return _rename(parts.body, {k: v for k, v in renamed.items() if k not in local}), local
 
 
 def _rename(text: str, names: dict[str, str]) -> str:
-    return re.sub(r"\b[A-Za-z_]\w*\b", lambda word: names.get(word[0], word[0]), text) if names else text
+    """Other names in statements; attributes and keywords of the same spelling stay."""
+    lines = text.encode().split(b"\n")
+    found = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name | ast.FunctionDef)] if names else []
+    places = []
+    for node in found:
+        name, start = (node.id, 0) if isinstance(node, ast.Name) else (node.name, len("def "))
+        if name in names:
+            places.append((node.lineno - 1, node.col_offset + start, name))
+    for line, start, name in sorted(places, reverse=True):
+        row = lines[line]
+        lines[line] = row[:start] + names[name].encode() + row[start + len(name.encode()) :]
+    return b"\n".join(lines).decode()
 
 
 def _free_names(text: str) -> set[str]:
     """Names that a function reads and does not bind."""
-    function = ast.parse(text).body[0]
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-    bound = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-    bound |= {node.id for node in names if not isinstance(node.ctx, ast.Load)}
-    return {node.id for node in names} - bound
+    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} - _bound_names(text)
+
+
+def _bound_names(text: str) -> set[str]:
+    """Parameters of a function and names that it assigns."""
+    nodes = list(ast.walk(ast.parse(text)))
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    return assigned | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
 def _write_stage(number: int, source: KernelSource, names: _Names) -> str:
