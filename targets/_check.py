@@ -63,6 +63,20 @@ def check_limits(compiled: CompiledKernel, spec: TargetSpec) -> list[str]:
     return []
 
 
+def reserve_shared(shared: int, source: KernelSource) -> int:
+    """Shared memory of the launch in bytes, where the compiler's own is ``shared``; ToolchainError if they overlap."""
+    if source.private_shared is None:
+        return shared
+    first, end = source.private_shared
+    if shared > first:
+        raise ToolchainError(
+            f"Triton took {shared} bytes of shared memory of {source.name!r}, whose assembly starts its own at {first}",
+            where=source.name,
+            fix="let the assembly's shared memory start later",
+        )
+    return end
+
+
 def check_lanes(ttgir: str, source: KernelSource) -> None:
     """Hold the layouts of all operands and results of inline assembly against what ``KernelSource.lanes`` promises.
 

@@ -24,7 +24,7 @@ from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._assemble import assemble_ptx, capture_stderr, error_lines, ptxas_version
 from mmcompile.targets._cache import KernelCache, cache_key, default_cache_dir
 from mmcompile.targets._capability import code_capability
-from mmcompile.targets._check import check_lanes
+from mmcompile.targets._check import check_lanes, reserve_shared
 from mmcompile.targets._compile_worker import receive, send
 from mmcompile.targets._disassemble import build_ledgers
 
@@ -126,6 +126,7 @@ def _translate(
         check_lanes(outputs.asm["ttgir"], source)
     text, binary = ("amdgcn", "hsaco") if spec.backend == "hip" else ("ptx", "cubin")
     facts = {key: getattr(outputs.metadata, key, 0) or 0 for key in _COPIED}
+    facts["shared"] = reserve_shared(facts["shared"], source)
     return Translation(capability, outputs.asm[text], outputs.asm[binary], log, facts)
 
 

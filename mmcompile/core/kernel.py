@@ -54,6 +54,7 @@ class KernelParts:
     Attributes:
         functions: (name, text) of the jit functions, callees first. constants: (name, expression) of the module.
         body: statements of the entry point; it asks for its tile by ``tl.program_id``.
+        gated: the body waits for its inputs itself, after it has asked for weights, by ``enter_gate(gate)``.
         prefetch: statements that ask for the weights of a tile (``prefetch_bytes``), before its inputs are there.
     """
 
@@ -61,6 +62,7 @@ class KernelParts:
     constants: tuple[tuple[str, str], ...]
     body: str
     prefetch: str = ""
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class KernelSource:
         lanes: True if its inline assembly counts on lanes: in tensors [32 * num_warps, 4] row r is thread r, with the
             row's four elements in four registers, in tensors [32 * num_warps] element r is thread r. The compiler
             holds the chosen layouts against this. Triton's interpreter cannot run such a kernel, an emulator can.
+        private_shared: (first byte, end) of the dynamic shared memory that inline assembly takes for itself: the
+            compiler ends its own before the first byte, and the launch gets all up to the end.
         max_registers: registers a thread that the assembler may use (NVIDIA); None = its own choice.
         parts: the pieces of ``text``; None if it cannot become a stage of a merged kernel.
         replicable: a tile costs so little that every program of a merged kernel may compute it for itself.
@@ -89,6 +93,7 @@ class KernelSource:
     num_stages: int = 2
     ledger: dict[str, bool] = field(default_factory=dict)
     lanes: bool = False
+    private_shared: tuple[int, int] | None = None
     max_registers: int | None = None
     parts: KernelParts | None = None
     replicable: bool = False
@@ -101,6 +106,8 @@ class KernelSource:
         )  # fmt: skip
         if self.max_registers is not None:
             key += (self.max_registers,)
+        if self.private_shared is not None:
+            key += self.private_shared
         return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 

@@ -15,7 +15,7 @@ from mmcompile.core.errors import LoweringError, ToolchainError, UsageError
 from mmcompile.core.kernel import KernelSource, Parameter
 from mmcompile.targets import _assemble, _disassemble
 from mmcompile.targets._cache import KernelCache, cache_key, default_cache_dir
-from mmcompile.targets._check import MAX_SPILL_BYTES
+from mmcompile.targets._check import MAX_SPILL_BYTES, reserve_shared
 from mmcompile.targets._disassemble import check_ledger, count_instructions, disassemble
 from mmcompile.targets._toolchain import CompileJob, compile_kernel, compile_many
 
@@ -359,3 +359,11 @@ def test_errors_cross_process_borders(tmp_path):
         compile_many(jobs, 2, tmp_path)
     assert caught.value.where == "probe"
     assert caught.value.fix
+
+
+def test_private_shared_memory_must_not_overlap_the_compilers():
+    source = KernelSource("k", "", (), ("1", "1", "1"), private_shared=(1024, 4096))
+    assert reserve_shared(1024, source) == 4096
+    assert reserve_shared(77, dataclasses.replace(source, private_shared=None)) == 77
+    with pytest.raises(ToolchainError, match="starts its own at 1024"):
+        reserve_shared(1025, source)
