@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,10 +184,62 @@ def _print_buffers(console: Console, opened: Opened) -> None:
         print_tables(console, make_table(f"Buffers of {target}", columns, rows, numbers=(5, 6)))
 
 
+def list_merged(plans: Mapping[str, Plan]) -> dict[str, Any]:
+    """What merging does to decode, by target: a record for every schedule, and why launches are left out."""
+    from mmcompile.driver.mono_summary import list_schedules
+    from mmcompile.driver.targets import load_target
+
+    return {
+        name: {
+            "schedules": list_schedules(plan, load_target(name).spec),
+            "unmerged": plan.phases["decode"].unmerged if "decode" in plan.phases else "",
+        }
+        for name, plan in plans.items()
+    }
+
+
+def _print_mono(console: Console, opened: Opened) -> None:
+    for target, record in list_merged(opened.plans).items():
+        if not record["schedules"]:
+            console.print(f"{target}: no merged decode launches. {record['unmerged']}", markup=False)
+            continue
+        print_tables(console, *_mono_tables(target, record["schedules"]))
+        if record["unmerged"]:
+            console.print(f"not merged: {record['unmerged']}", markup=False)
+
+
+def _mono_tables(target: str, schedules: list[dict[str, Any]]) -> list[Any]:
+    """One table of what a launch is made of, one of what it costs."""
+    made, costs = [], []
+    for r in schedules:
+        tokens = f"{r['low']} to {r['high']}"
+        step, layer = ([r["launches"][mode][what] for mode in _MODES] for what in ("step", "layer"))
+        waits, size = r["waits"], r["weight_bytes"]
+        made.append(
+            (tokens, r["kernel"], r["programs"], r["stages"], r["replicated"], waits["none"], waits["counter"],
+             f"{format_bytes(size['least'])} to {format_bytes(size['most'])}")
+        )  # fmt: skip
+        costs.append(
+            (tokens, " > ".join(map(str, step)), " > ".join(map(str, layer)), r["mode"],
+             *(f"{r['seconds'][mode] * 1e6:.1f}" for mode in _MODES), r["basis"],
+             ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in r["time"].items()))
+        )  # fmt: skip
+    columns = ("tokens", "kernel", "programs", "stages", "replicated", "without wait", "counters waited for",
+               "weights of a program")  # fmt: skip
+    first = make_table(f"Merged decode launches on {target}", columns, made, numbers=(2, 3, 4, 5, 6))
+    columns = ("tokens", "launches a step", "a layer", "mode", *(f"{mode} us" for mode in _MODES), "basis",
+               "us of an average program")  # fmt: skip
+    title = "Launches standalone > a layer at once > a step at once, and seconds of what is merged"
+    return [first, make_table(title, columns, costs, numbers=(4, 5, 6))]
+
+
+_MODES = ("standalone", "layer", "step")
+
 SECTIONS: dict[str, Callable[[Console, Opened], None]] = {
     "kernels": _print_kernels,
     "passes": _print_passes,
     "layers": _print_layers,
     "launches": _print_launches,
     "buffers": _print_buffers,
+    "mono": _print_mono,
 }

@@ -41,6 +41,7 @@ def inspect(
     layers: Annotated[bool, typer.Option("--layers", help="Quantization outcome of every layer.")] = False,
     launches: Annotated[bool, typer.Option("--launches", help="Launches in order; equal layers once.")] = False,
     buffers: Annotated[bool, typer.Option("--buffers", help="Buffers with role, shape, size, offset.")] = False,
+    mono: Annotated[bool, typer.Option("--mono", help="Merged decode launches: waits, bytes, estimated time.")] = False,
     graph: Annotated[
         int | None, typer.Option(help="Print the graph after this pass (number from --passes).", metavar="NN")
     ] = None,
@@ -64,7 +65,8 @@ def inspect(
         emit({"pass": graph, "graph": text}, as_json, lambda console: print(text, end=""))
         return
     summary = opened.summary
-    wanted = {"kernels": kernels, "passes": passes, "layers": layers, "launches": launches, "buffers": buffers}
+    wanted = {"kernels": kernels, "passes": passes, "layers": layers, "launches": launches, "buffers": buffers,
+              "mono": mono}  # fmt: skip
     sections = [name for name, on in wanted.items() if on]
 
     def view(console: Console) -> None:
@@ -100,6 +102,8 @@ def _make_document(opened: details.Opened, sections: list[str]) -> dict[str, Any
         document["launches"] = {name: details.list_launches(plan) for name, plan in opened.plans.items()}
     if "buffers" in sections:
         document["buffers"] = {name: details.list_buffers(plan) for name, plan in opened.plans.items()}
+    if "mono" in sections:
+        document["mono"] = details.list_merged(opened.plans)
     return document
 
 

@@ -12,6 +12,7 @@ from mmcompile.core.formats import WEIGHT_FORMATS
 from mmcompile.core.plan import Launch, Manifest, Phase, Plan
 from mmcompile.core.quantities import format_bytes, format_count
 from mmcompile.driver.counts import read_counts
+from mmcompile.driver.mono_summary import draw_timeline
 from mmcompile.driver.summary import (
     assign_layers,
     count_by_operation,
@@ -20,6 +21,7 @@ from mmcompile.driver.summary import (
     read_passes,
     summarise,
 )
+from mmcompile.driver.targets import load_target
 
 _BAR_WIDTH, _ROW_HEIGHT = 520, 22
 _BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP, _BOX_LEFT = 700, 70, 22, 70
@@ -45,8 +47,15 @@ def write_report(folder: Path, manifest: Manifest, plans: Mapping[str, Plan]) ->
         pictures=[draw_layer(plans[target["name"]]) | {"target": target["name"]} for target in summary["targets"]],
         buffers={name: _largest_buffers(plan) for name, plan in sorted(plans.items())},
         memory=[draw_memory(target) for target in summary["targets"]],
+        timelines=_draw_timelines(plans),
     )
     (folder / "report.html").write_text(page, encoding="utf-8")
+
+
+def _draw_timelines(plans: Mapping[str, Plan]) -> list[dict[str, Any]]:
+    """Merged decode launches of every target that has some."""
+    drawn = {name: draw_timeline(plan, load_target(name).spec) for name, plan in sorted(plans.items())}
+    return [picture | {"target": name} for name, picture in drawn.items() if picture is not None]
 
 
 def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
