@@ -285,5 +285,6 @@ def test_paged_caches():
 def test_a_page_must_be_a_block():
     _, stateless = standardise_ours(FLASH, torch.float32, **ONE)
     insert = whole_graph("standardise", STANDARDISE, "insert_sparse_cache")
-    with pytest.raises(LoweringError, match="a page holds 64 tokens, block-sparse attention with blocks of 16"):
-        run_passes(copy_graph(stateless), [insert], PassContext(cache_dtype="auto", page_size=64))
+    for dtype in ("auto", "nvfp4"):
+        with pytest.raises(LoweringError, match="a page holds 64 tokens, block-sparse attention with blocks of 16"):
+            run_passes(copy_graph(stateless), [insert], PassContext(cache_dtype=dtype, page_size=64))

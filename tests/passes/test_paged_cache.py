@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmcompile.core.errors import LoweringError, UsageError
-from mmcompile.core.graph import describe_value, find_op, value_of
+from mmcompile.core.graph import describe_value, find_op, full_arguments, value_of
 from mmcompile.core.passes import PassContext
 from mmcompile.core.plan import DECODER_INPUTS
 from mmcompile.core.runner import copy_graph, count_operations, run_passes
@@ -68,6 +68,27 @@ def test_fp8_cache_is_declared_quantizing(standard_decoder):
     (report,), _ = run(standard_decoder(), "insert_paged_cache", cache_dtype="float8_e4m3fn")
     assert report.certificate.kind == "quantizing"
     assert report.certificate.snr_db > 20
+
+
+def test_nvfp4_cache_is_pages_of_bytes(standard_decoder):
+    graph = standard_decoder(layers=2)
+    (report,), _ = run(graph, "insert_paged_cache", cache_dtype="nvfp4")
+    shapes = {n.target: describe_value(value_of(n)) for n in graph.graph.find_nodes(op="placeholder")}
+    assert shapes["kv_cache_1"] == "uint8[pages, 4, 4, 9]"  # two runs for each of 2 heads of 16
+    calls = [n for n in graph.graph.nodes if n.target in (MM.insert_kv.default, MM.paged_attention.default)]
+    assert len(calls) == 4 and {full_arguments(n)["layout"] for n in calls} == {"nvfp4.linear"}
+    assert report.certificate.kind == "quantizing" and report.certificate.snr_db > 8
+
+
+def test_heads_that_nvfp4_cannot_hold_are_refused(standard_decoder):
+    graph = standard_decoder(layers=1)
+    (node,) = graph.graph.find_nodes(op="call_function", target=MM.attention.default)
+    for operand in node.args[:3]:
+        operand.meta["val"] = operand.meta["val"][..., :12]
+    with pytest.raises(LoweringError, match="needs a head_dim that is a multiple of 16, here it is 12"):
+        run(graph, "insert_paged_cache", cache_dtype="nvfp4", verify=False)
+    with pytest.raises(LoweringError, match="pages of a multiple of 4 tokens, here they hold 6"):
+        run(standard_decoder(layers=1), "insert_paged_cache", cache_dtype="nvfp4", page_size=6, verify=False)
 
 
 def test_unknown_cache_dtype(standard_decoder):
