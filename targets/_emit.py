@@ -56,6 +56,7 @@ def emit_kernel(
     ledger: Mapping[str, bool] | None = None,
     replicable: bool = False,
     prefetch: str = "",
+    gated: bool = False,
     early: Architecture | None = None,
 ) -> KernelSource:
     """Write the source of one kernel.
@@ -66,12 +67,12 @@ def emit_kernel(
         parameters: run-time arguments of the entry point, in order.
         body: statements of the entry point, e.g. "tile_rms_norm(tl.program_id(0), x, weight, result, N, EPS)".
         intrinsics: jit functions that replace those of the same name (a target's own versions).
-        replicable: see KernelSource. prefetch: see KernelParts.
+        replicable: see KernelSource. prefetch, gated: see KernelParts.
         early: the architecture, for a kernel that may be launched while the one before it still runs: where there is
             such a thing it waits by itself, and by that the runtime knows (Binary.early).
     """
     sources: dict[str, str] = {}
-    statements = textwrap.dedent(body).strip()
+    statements = ("gate = None\n" if gated else "") + textwrap.dedent(body).strip()
     if early is not None and "griddepcontrol" in early.features:
         tiles = [launch_cuda.wait_for_launch, *tiles, launch_cuda.release_launch]
         statements = f"wait_for_launch()\n{statements}\nrelease_launch()"
@@ -89,6 +90,7 @@ def emit_kernel(
         tuple((key, str(value)) for key, value in constants.items()),
         textwrap.dedent(body).strip(),
         prefetch,
+        gated,
     )
     return KernelSource(
         name, text, tuple(parameters), grid, num_warps, num_stages, dict(ledger or {}),

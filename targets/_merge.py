@@ -49,6 +49,8 @@ class _Names:
         renamed: dict[str, str] = {}
         local = dict(parts.constants)
         for name, text in parts.functions:
+            if name == "enter_gate":  # the merged kernel has its own
+                continue
             for constant in _free_names(text) & local.keys():
                 renamed[constant] = f"{constant}_{number}"
                 self.constants[renamed[constant]] = local[constant]
@@ -91,7 +93,7 @@ def _bound_names(text: str) -> set[str]:
 def _write_stage(number: int, source: KernelSource, names: _Names) -> str:
     """The functions of one stage: the kernel's entry point, and its prefetch, with their place in the grid given."""
     assert source.parts is not None
-    signature = ", ".join(["program_0", "program_1", "program_2", *(p.name for p in source.parameters)])
+    signature = ", ".join(["gate", "program_0", "program_1", "program_2", *(p.name for p in source.parameters)])
     written = []
     for prefix, body in (("stage", source.parts.body), ("prefetch", source.parts.prefetch)):
         if body:
@@ -114,12 +116,14 @@ def _write_branch(number: int, source: KernelSource) -> str:
         arguments.append(f"a{slot}")
         slot += 1
     if source.parts.prefetch:
-        call = ", ".join(["begin % x", "begin // x % y", "begin // (x * y)", *arguments])
+        call = ", ".join(["None", "begin % x", "begin // x % y", "begin // (x * y)", *arguments])
         lines.append(f"prefetch_{number}({call})")
-    call = ", ".join(["tile % x", "tile // x % y", "tile // (x * y)", *arguments])
-    lines += ["ready = await_stages(row, first, counters, stage, program)",
-              "record_time(times, stage * programs + program, 1)", "if ready:",
-              "    for tile in range(begin, tiles, step):", f"        stage_{number}({call})"]  # fmt: skip
+    gate = "(row, first, counters, stage, program, times, programs, tile == begin)" if source.parts.gated else "None"
+    call = ", ".join([gate, "tile % x", "tile // x % y", "tile // (x * y)", *arguments])
+    if not source.parts.gated:
+        lines += ["ready = await_stages(row, first, counters, stage, program)",
+                  "record_time(times, stage * programs + program, 1)"]  # fmt: skip
+    lines += ["if ready:", "    for tile in range(begin, tiles, step):", f"        stage_{number}({call})"]  # fmt: skip
     return f"{'if' if number == 0 else 'elif'} body == {number}:\n" + textwrap.indent("\n".join(lines), "    ")
 
 
@@ -160,7 +164,16 @@ def await_stages(row, first, counters, stage, program):
         if source >= first:
             place = counters + (source + 1) * {COUNTER_STRIDE}
             ready = ready & wait_for(place, target, counters + {FAULT}, stage + 1 + program * 65536)
-    return ready'''
+    return ready
+
+
+@triton.jit
+def enter_gate(gate):
+    """Wait before the first tile of a gated stage, whose weights are on their way."""
+    if gate is not None:
+        if gate[7]:
+            await_stages(gate[0], gate[1], gate[2], gate[3], gate[4])
+            record_time(gate[5], gate[3] * gate[6] + gate[4], 1)'''
 _ENTRY = f'''@triton.jit
 def {{name}}({{signature}}):
     program, programs = tl.program_id(0), tl.num_programs(0)

@@ -38,6 +38,15 @@ def prefetch_bytes(pointer, SIZE: tl.constexpr):
 
 
 @triton.jit
+def enter_gate(gate):
+    """Wait until the inputs of a tile are there, if anybody may still be writing them; weights may be read before.
+
+    gate: None where a launch starts with its inputs complete; in a merged kernel what its wait needs.
+    """
+    pass
+
+
+@triton.jit
 def read_clock():
     """Nanoseconds of a clock that all programs share; 0 where there is none."""
     return tl.full((), 0, tl.int64)

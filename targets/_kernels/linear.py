@@ -259,11 +259,14 @@ def linear_constants(call: OpCall, weight_stride: int, scale_stride: int) -> dic
 
 
 def tile_call(tile: str, call: OpCall, x: str, weights: tuple[str, ...], constants: dict[str, object]) -> str:
-    """The entry point's call of a linear tile; ``x`` and ``weights`` (weight, scale, global scale) are spelled."""
+    """The entry point's call of a linear tile; ``x`` and ``weights`` (weight, scale, global scale) are spelled.
+
+    ``tile``: its name, or the call up to its tile, "name(first, ".
+    """
     epilogue = [name if is_present(call, name) else "None" for name in ("bias", "residual")]
     rows = str(need(call, "x").shape[0])
     arguments = ["tl.program_id(0)", x, *weights, *epilogue, "result", rows, *constants]
-    return f"{tile}({', '.join(arguments)})"
+    return f"{tile if '(' in tile else tile + '('}{', '.join(arguments)})"
 
 
 def epilogue_label(call: OpCall) -> str:

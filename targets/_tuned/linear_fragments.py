@@ -77,11 +77,13 @@ def _emit(
         tiles=[tile],
         constants=constants,
         parameters=operand_parameters(call, ("x", *weights)),
-        body=tile_call(tile.__name__, call, "x", (*weights, "None", "None")[:3], {n: constants[n] for n in names}),
+        body=tile_call(f"{tile.__name__}(gate, ", call, "x", (*weights, "None", "None")[:3],
+                       {n: constants[n] for n in names}),
         grid=(str(ceil_div(rows, 32 if paired else 16)), "1", "1"),
         num_warps=config.warps,
         num_stages=1,
         ledger={"HMMA.16816": True},
+        gated=True,
         prefetch=prefetch_rows(need(call, weights[0]), weights[0], 32 if paired else 16, bool(constants["SWIGLU"])),
     )
     return (replace(source, lanes=True, max_registers=config.max_registers),)
@@ -143,6 +145,8 @@ def _emit_gemm(tokens: int | None, call: OpCall, spec: TargetSpec, arch: Archite
 def _find_rows_config(groups: int, call: OpCall, spec: TargetSpec) -> Config | None:
     rows, k = need(call, "weight").shape
     swiglu = call.attributes.get("activation") == "swiglu"
+    if "warps" in call.attributes:  # as a stage it has its weights on the way before its inputs are there
+        return Config(int(call.attributes["warps"]), hold=True, paired=swiglu)
     return choose_rows(int(rows), int(k), groups, swiglu, spec.units)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mmcompile.targets._intrinsics.synchronise import enter_gate
 from mmcompile.targets._kernels.linear import silu_times
 
 
@@ -73,7 +74,7 @@ def load_fragments(words, scales, step, loaded):
 @triton.jit
 def sum_fragments(tile, x, weight, scale, tokens, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr,
                   SWIGLU: tl.constexpr, PAIRED: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
-                  HOLD: tl.constexpr, BARRIER: tl.constexpr, CHUNKS: tl.constexpr):
+                  HOLD: tl.constexpr, BARRIER: tl.constexpr, CHUNKS: tl.constexpr, gate):
     """Partial sums [32 * WARPS, 4] of NVFP4 fragments, a tuple of GROUPS for the first 16 rows and for the second."""
     STEPS: tl.constexpr = K // 256
     thread = tl.arange(0, 32 * WARPS)
@@ -97,6 +98,8 @@ def sum_fragments(tile, x, weight, scale, tokens, N: tl.constexpr, K: tl.constex
         codes, factors = load_fragments(words + first * 512, scales + first * 128, step, loaded)
         if PAIRED:
             codes1, factors1 = load_fragments(words + second * 512, scales + second * 128, step, loaded)
+        if start == 0:
+            enter_gate(gate)
         if HOLD:
             hold_loads(tile, BARRIER)
         for chunk in tl.static_range(4):
@@ -127,7 +130,7 @@ def load_row(words, place, loaded, K: tl.constexpr, SLICES: tl.constexpr):
 def sum_rows(tile, x, weight, tokens, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr,
              WEIGHT_STRIDE: tl.constexpr, SWIGLU: tl.constexpr, PAIRED: tl.constexpr, GROUPS: tl.constexpr,
              WARPS: tl.constexpr, SLICES: tl.constexpr, HOLD: tl.constexpr, BARRIER: tl.constexpr,
-             CHUNK: tl.constexpr):
+             CHUNK: tl.constexpr, gate):
     """Partial sums [32 * WARPS, 4] of unquantized row-major weights, as in ``sum_fragments``.
 
     A warp takes SLICES * 64 k a step. CHUNK: assembly and constraints for 32 k.
@@ -158,6 +161,8 @@ def sum_rows(tile, x, weight, tokens, N: tl.constexpr, K: tl.constexpr, X_STRIDE
         if PAIRED:
             third = load_row(upper + apart + place, 2 * place, other, K, SLICES)
             fourth = load_row(lower + apart + place, 2 * place, other1, K, SLICES)
+        if start == 0:
+            enter_gate(gate)
         if HOLD:
             hold_loads(tile, BARRIER)
         for chunk in tl.static_range(2 * SLICES):
@@ -228,7 +233,7 @@ def store_sums(sums, paired, tile, global_scale, bias, residual, result, tokens,
 
 
 @triton.jit
-def tile_fragments(tile, x, weight, scale, global_scale, bias, residual, result, tokens, N: tl.constexpr,
+def tile_fragments(gate, tile, x, weight, scale, global_scale, bias, residual, result, tokens, N: tl.constexpr,
                    K: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
                    RESULT_STRIDE: tl.constexpr, SWIGLU: tl.constexpr, PAIRED: tl.constexpr, GROUPS: tl.constexpr,
                    WARPS: tl.constexpr, HOLD: tl.constexpr, BARRIER: tl.constexpr, CHUNKS: tl.constexpr):
@@ -237,19 +242,19 @@ def tile_fragments(tile, x, weight, scale, global_scale, bias, residual, result,
     CHUNKS: assembly for the four chunks of 64 in a step of 256, then its constraints. BARRIER: that of ``hold_loads``.
     """
     sums, paired = sum_fragments(tile, x, weight, scale, tokens, N, K, X_STRIDE, SWIGLU, PAIRED, GROUPS, WARPS, HOLD,
-                                 BARRIER, CHUNKS)
+                                 BARRIER, CHUNKS, gate)
     store_sums(sums, paired, tile, global_scale, bias, residual, result, tokens, N, RESIDUAL_STRIDE, RESULT_STRIDE,
                SWIGLU, PAIRED, GROUPS, WARPS)
 
 
 @triton.jit
-def tile_rows(tile, x, weight, scale, global_scale, bias, residual, result, tokens, N: tl.constexpr, K: tl.constexpr,
-              X_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
+def tile_rows(gate, tile, x, weight, scale, global_scale, bias, residual, result, tokens, N: tl.constexpr,
+              K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
               RESULT_STRIDE: tl.constexpr, SWIGLU: tl.constexpr, PAIRED: tl.constexpr, GROUPS: tl.constexpr,
               WARPS: tl.constexpr, SLICES: tl.constexpr, HOLD: tl.constexpr, BARRIER: tl.constexpr,
               CHUNK: tl.constexpr):
     """Row-major weights in x's dtype: the results of 16 rows, with PAIRED of 32, for at most 8 * GROUPS tokens."""
     sums, paired = sum_rows(tile, x, weight, tokens, N, K, X_STRIDE, WEIGHT_STRIDE, SWIGLU, PAIRED, GROUPS, WARPS,
-                            SLICES, HOLD, BARRIER, CHUNK)
+                            SLICES, HOLD, BARRIER, CHUNK, gate)
     store_sums(sums, paired, tile, None, bias, residual, result, tokens, N, RESIDUAL_STRIDE, RESULT_STRIDE, SWIGLU,
                PAIRED, GROUPS, WARPS)
