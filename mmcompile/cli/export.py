@@ -46,6 +46,9 @@ def export(
     nvfp4: Annotated[
         str, typer.Option(help="NVFP4 weights as standard FLOAT4E2M1, or by a function over bytes: standard, function.")
     ] = "standard",
+    widen: Annotated[
+        bool, typer.Option("--widen", help="ONNX: bfloat16 by fp32 kernels, each result rounded, for CPU runtimes.")
+    ] = False,
     size: Annotated[
         list[str] | None,
         typer.Option(help="Fix a size in MLIR, e.g. tokens=1 or past=0; others are dynamic.", metavar="NAME=N"),
@@ -84,8 +87,8 @@ def export(
     )
     with show_progress(silent=as_json) as watch:
         facts = run_export(
-            model, out, options, format=format, after=after, nvfp4=nvfp4, sizes=_parse_sizes(size), force=force,
-            progress=watch,
+            model, out, options, format=format, after=after, nvfp4=nvfp4, widen=widen, sizes=_parse_sizes(size),
+            force=force, progress=watch,
         )  # fmt: skip
 
     def view(console: Console) -> None:

@@ -31,7 +31,8 @@ _PROTOBUF_LIMIT = 2**31 - 1
 
 def export(
     model: str, out: Path, options: BuildOptions, *, format: str = "onnx", after: str = "layout",
-    nvfp4: str = "standard", sizes: Mapping[str, int] | None = None, force: bool = False, progress: Progress = silent,
+    nvfp4: str = "standard", widen: bool = False, sizes: Mapping[str, int] | None = None, force: bool = False,
+    progress: Progress = silent,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the graph of ``model`` after a pass; of an artifact, its finished graph with its packed weights.
 
@@ -40,8 +41,8 @@ def export(
             or "mm" (see interchange.mlir_view).
         after: name of a pass, or of a phase (its last pass). The passes of the paged cache are left out. Of an
             artifact only "mm" has the graph after any pass (by name or number), as built, its paged cache included.
-        nvfp4: "standard" or "function" (see interchange.onnx_writer). sizes: symbols to fix in MLIR.
-        force: replace a file that is there.
+        nvfp4: "standard" or "function" (see interchange.onnx_writer). widen: spell bfloat16 out in fp32 in ONNX (see
+            interchange.onnx_widen). sizes: symbols to fix in MLIR. force: replace a file that is there.
 
     Returns: facts: path, format, after, nodes, functions, inputs, outputs, bytes. Raises the MMError of what failed,
         and writes nothing then.
@@ -53,6 +54,8 @@ def export(
         raise UsageError(
             f"sizes stay symbols in the format {format}", fix="leave --size out, or choose a format of MLIR"
         )
+    if widen and format != "onnx":
+        raise UsageError(f"bfloat16 is spelled out in ONNX alone, not in {format}", fix="leave --widen out")
     built = is_artifact(model)
     if built:
         _check_artifact(model, options, format, after)
@@ -67,7 +70,12 @@ def export(
         facts = _export_view(graph_module, out)
     else:
         captured, last = reopen(model) if built else capture_until(model, options, after, progress)
-        facts = _export_captured(captured, out, model, format, nvfp4, sizes or {})
+        if format == "onnx":
+            facts = _export_onnx(captured, out, Path(model).stem, nvfp4, widen)
+        elif format == "mm":
+            facts = _export_view(captured.graph_module, out)
+        else:
+            facts = _export_mlir(captured, out, format, sizes or {})
     return {"path": str(out), "format": format, "after": last, **facts, "bytes": out.stat().st_size}
 
 
@@ -84,16 +92,6 @@ def _check_artifact(model: str, options: BuildOptions, format: str, after: str) 
             f"an artifact has packed weights for its finished graph alone, not for the one after {after}", where=model,
             fix="leave --after out, name the model, or read it with --format mm",
         )  # fmt: skip
-
-
-def _export_captured(
-    captured: Captured, out: Path, model: str, format: str, nvfp4: str, sizes: Mapping[str, int]
-) -> dict[str, Any]:
-    if format == "onnx":
-        return _export_onnx(captured, out, Path(model).stem, nvfp4)
-    if format == "mm":
-        return _export_view(captured.graph_module, out)
-    return _export_mlir(captured, out, format, sizes)
 
 
 def capture_until(model: str, options: BuildOptions, after: str, progress: Progress) -> tuple[Captured, str]:
@@ -114,14 +112,17 @@ def capture_until(model: str, options: BuildOptions, after: str, progress: Progr
     return captured, passes[-1].name if passes else "capture"
 
 
-def _export_onnx(captured: Captured, out: Path, name: str, nvfp4: str) -> dict[str, Any]:
+def _export_onnx(captured: Captured, out: Path, name: str, nvfp4: str, widen: bool) -> dict[str, Any]:
     import onnx
 
+    from mmcompile.interchange.onnx_widen import widen_bfloat16
     from mmcompile.interchange.onnx_writer import list_functions, write_onnx
 
     made = write_onnx(captured.graph_module, name=name, nvfp4=nvfp4)  # type: ignore[arg-type]
     if made.ByteSize() > _PROTOBUF_LIMIT:
         raise UsageError("the model exceeds 2 GB, the limit of an ONNX file without external data", fix="quantize it")
+    if widen:
+        made = widen_bfloat16(made)
     onnx.checker.check_model(made, full_check=True)
     _write(out, lambda stream: stream.write(made.SerializeToString(deterministic=True)))
     return {

@@ -17,9 +17,11 @@ ort = pytest.importorskip("onnxruntime")
 from mmcompile.capture.onnx.door import capture_onnx  # noqa: E402
 from mmcompile.cli import main  # noqa: E402
 from mmcompile.core.errors import ArtifactError, UsageError  # noqa: E402
+from mmcompile.core.runner import BOUNDED  # noqa: E402
 from mmcompile.driver import BuildOptions, build  # noqa: E402
 from mmcompile.driver.doors import open_door  # noqa: E402
-from mmcompile.driver.export import export  # noqa: E402
+from mmcompile.driver.export import capture_until, export  # noqa: E402
+from mmcompile.driver.progress import silent  # noqa: E402
 from mmcompile.runtime import SamplingParams, load  # noqa: E402
 
 TINY = {"weights": "random", "dtype": "float32", "max_context": 128}
@@ -36,20 +38,28 @@ class Session:
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self.cache = {
-            i.name: np.zeros([1, i.shape[1], 0, i.shape[3]], np.float32)
+            i.name: self._empty([1, i.shape[1], 0, i.shape[3]], i.type)
             for i in self.session.get_inputs()
             if i.name.startswith("past_")
         }
         self.past = 0
 
+    def _empty(self, shape: list[int], kind: str) -> Any:
+        rounded = kind == "tensor(bfloat16)"  # numpy has none, and takes its bytes
+        elem_type = onnx.TensorProto.BFLOAT16 if rounded else onnx.TensorProto.FLOAT
+        array = np.zeros(shape, np.uint16 if rounded else np.float32)
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, elem_type)
+
     def step(self, tokens: list[int]) -> np.ndarray:
-        """Logits [tokens, vocabulary] of new tokens after those seen so far."""
+        """Logits [tokens, vocabulary] of new tokens after those seen so far, as fp32."""
         places = np.arange(self.past, self.past + len(tokens))
-        feeds = {"input_ids": np.array(tokens), "positions": places, **self.cache}
-        results = dict(zip([o.name for o in self.session.get_outputs()], self.session.run(None, feeds), strict=True))
+        given = {"input_ids": np.array(tokens), "positions": places}
+        feeds = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in given.items()} | self.cache
+        names = [o.name for o in self.session.get_outputs()]
+        results = dict(zip(names, self.session.run_with_ort_values(names, feeds), strict=True))
         self.cache = {n: results[n.replace("past_", "present_")] for n in self.cache}
         self.past += len(tokens)
-        return results["logits"]
+        return torch.from_dlpack(results["logits"]._ortvalue).float().numpy().copy()
 
 
 def generate(session: Session, prompt: list[int], steps: int) -> tuple[list[int], np.ndarray]:
@@ -155,6 +165,7 @@ def test_what_goes_out_comes_in_again(tmp_path: Path, reference):
         ({"format": "onxx"}, UsageError, "unknown format 'onxx'; did you mean 'onnx'"),
         ({"after": "match_atention"}, UsageError, "did you mean 'match_attention'"),
         ({"after": "insert_paged_cache"}, UsageError, "belongs to the paged cache"),
+        ({"widen": True, "format": "torch"}, UsageError, "bfloat16 is spelled out in ONNX alone"),
         ({"nvfp4": "fast"}, UsageError, "unknown form of NVFP4 weights 'fast'"),
     ],
 )
@@ -179,6 +190,52 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "after match_rms_norm" in " ".join(capsys.readouterr().out.split())
     onnx.checker.check_model(str(path), full_check=True)
     assert main([*words, "--format", "onnx", "-o", str(path)]) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["none", "nvfp4"])
+def test_bfloat16_spelled_out_in_fp32(tmp_path: Path, quantization: str):
+    """ONNX Runtime's CPU moves bfloat16 and computes nothing in it; spelled out, every operation runs there."""
+    options = BuildOptions(**TINY | {"dtype": "bfloat16"}, quantization=quantization)
+    export("smollm2-tiny", tmp_path / "plain.onnx", options, nvfp4="function")
+    with pytest.raises(Exception, match="NOT_IMPLEMENTED"):
+        Session(tmp_path / "plain.onnx")
+    path = tmp_path / "wide.onnx"
+    facts = export("smollm2-tiny", path, options, nvfp4="function", widen=True)
+    assert facts["functions"] == [] and facts["inputs"][:3] == ["input_ids", "positions", "past_key_0"]
+    session, ids = Session(path), [3, 1, 4, 1, 5, 9, 2, 6]
+    have = np.concatenate([session.step(chunk) for chunk in (ids[:5], ids[5:6], ids[6:])])
+    graph, _ = capture_until("smollm2-tiny", options, "quantize", silent)
+    with torch.no_grad():
+        want = graph.graph_module(torch.tensor(ids), torch.arange(len(ids))).float().numpy()
+    assert np.abs(have - want).max() <= BOUNDED[torch.bfloat16] * np.abs(want).max()
+
+
+@pytest.mark.slow
+def test_an_artifact_goes_out_with_its_packed_weights(tmp_path: Path):
+    """Its cache of float8_e4m3fn is a rounding in the file, so that the tokens are the artifact's."""
+    options = BuildOptions(**TINY, quantization="nvfp4", cache_dtype="float8_e4m3fn")
+    artifact = build("smollm2-tiny", tmp_path / "artifact", options)
+    assert main(["export", str(artifact), "--nvfp4", "function", "-o", str(tmp_path / "x.onnx")]) == 0
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    tokens, _ = generate(Session(tmp_path / "x.onnx"), prompt, STEPS)
+    params = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
+    assert load(artifact, device="cpu").generate([prompt], params)[0].tokens == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["none", "nvfp4"])
+def test_smollm2_in_bfloat16_answers_the_same(tmp_path: Path, quantization: str):
+    """To the end of the answer. What follows it is noise, where two tokens are alike within a bfloat16."""
+    options = BuildOptions(quantization=quantization, max_context=256)
+    artifact = build("smollm2-135m", tmp_path / "artifact", options)
+    engine = load(artifact, device="cpu")
+    chat = engine.text.render_chat([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = engine.text.encode(chat, special=False)
+    wanted = engine.generate([prompt], SamplingParams(max_new_tokens=40))[0].tokens
+    export(str(artifact), tmp_path / "x.onnx", BuildOptions(), nvfp4="function", widen=True)
+    assert len(wanted) > 6
+    assert generate(Session(tmp_path / "x.onnx"), prompt, len(wanted))[0] == wanted
 
 
 @pytest.mark.slow
