@@ -28,6 +28,7 @@ _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _NORM_WEIGHTS = ("q_weight", "k_weight", "index_q_weight", "index_k_weight")
 _QUANTIZERS = ("nvfp4_quantize", "nvfp4_quantize_experts", "mxfp8_quantize")
 _MATRIX_OPS = ("linear", "embedding", "qkv_norm_rope_insert", "qkv_norm_rope_insert_index", *_QUANTIZERS)
+_COPY = "aten.contiguous.default"
 # What a parameter of an operation means by its name and dtype, where that says it for every operation.
 _PARTS = {
     ("packed", "uint8"): "nvfp4 codes",
@@ -58,8 +59,9 @@ class Meaning:
 class RandomWeights:
     """The weights of one plan.
 
-    A matrix or bias is normal with deviation 0.02, a norm's weight lies near what multiplies by one, codes are uniform
-    and scales positive, so that a quantized matrix has a deviation near 0.02 too. Everything is cut from blocks of
+    A matrix or bias is normal with deviation 0.02, a norm's weight lies near what multiplies by one, all of them values
+    of bf16, so that a build in float32 has the very same weights. Codes are uniform and scales positive, so that a
+    quantized matrix has a deviation near 0.02 too. Everything is cut from blocks of
     _PERIOD elements, at a place that the seed and the buffer's name decide: that is as fast as copying.
     """
 
@@ -105,7 +107,8 @@ def make_block(meaning: Meaning, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if meaning.kind in ("matrix", "bias", "norm"):
         deviation = _NORM_DEVIATION if meaning.kind == "norm" else _DEVIATION
-        return torch.randn(_PERIOD, generator=generator).mul_(deviation).add_(meaning.center).to(dtype)
+        values = torch.randn(_PERIOD, generator=generator).mul_(deviation).add_(meaning.center)
+        return values.to(torch.bfloat16).to(dtype)
     if meaning.kind == "nvfp4 global scale":
         low, high = _GLOBAL_SCALES
         return torch.rand(_PERIOD, generator=generator).mul_(high - low).add_(low).to(dtype)
@@ -123,18 +126,27 @@ def find_meanings(plan: Plan, buffers: Sequence[Buffer]) -> dict[str, Meaning]:
     """What each buffer is, from the operations that read it. ArtifactError if they do not say, or disagree."""
     meanings: dict[str, Meaning] = {}
     wanted = {buffer.name: buffer for buffer in buffers}
+    copies = _find_copies(plan)
     for phase in plan.phases.values():
         for launch in phase.launches:
             for parameter, view in launch.inputs.items():
-                if view is None or view.buffer not in wanted:
+                name = "" if view is None else copies.get(view.buffer, view.buffer)
+                if name not in wanted or launch.op == _COPY:
                     continue
-                found = _read_meaning(launch, parameter, wanted[view.buffer])
-                if meanings.setdefault(view.buffer, found) != found:
-                    raise _unclear(view.buffer, launch, f"is {found.kind} here and {meanings[view.buffer].kind} before")
+                found = _read_meaning(launch, parameter, wanted[name])
+                if meanings.setdefault(name, found) != found:
+                    raise _unclear(name, launch, f"is {found.kind} here and {meanings[name].kind} before")
     unread = sorted(wanted.keys() - meanings.keys())
     if unread:
         raise ArtifactError(f"no operation reads the weight {unread[0]!r}", fix="rebuild the artifact")
     return meanings
+
+
+def _find_copies(plan: Plan) -> dict[str, str]:
+    """Derived buffers that hold a weight in another order, with the weight: they are read in its place."""
+    launches = plan.phases["load"].launches if "load" in plan.phases else ()
+    sources = {launch.outputs[0].buffer: launch.inputs["arg0"] for launch in launches if launch.op == _COPY}
+    return {name: view.buffer for name, view in sources.items() if view is not None}
 
 
 def _read_meaning(launch: Launch, parameter: str, buffer: Buffer) -> Meaning:

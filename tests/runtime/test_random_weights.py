@@ -144,3 +144,15 @@ def test_an_artifact_with_weights_takes_no_random_ones(artifact: Path) -> None:
 def test_without_a_seed_the_error_names_the_way(minimax: Path) -> None:
     with pytest.raises(ArtifactError, match="--random-weights SEED"):
         load(minimax, device="cpu")
+
+
+def test_an_arranged_copy_is_read_in_the_place_of_its_weight(tmp_path: Path) -> None:
+    """On the CPU wide fp32 weights are transposed at load; what reads the copy says what the weight is."""
+    out = build("smollm2-tiny", tmp_path / "out", BuildOptions(**SMALL, dtype="float32"))
+    plan = open_artifact(out).plan("cpu")
+    arranged = [launch for launch in plan.phases["load"].launches if launch.op == "aten.contiguous.default"]
+    names = [view.buffer for launch in arranged if (view := launch.inputs["arg0"])]
+    assert "model.embed_tokens.weight" in names
+    assert {m.kind for m in find_meanings(plan, [plan.buffers[name] for name in names]).values()} == {"matrix"}
+    engine = load(out, device="cpu", random_weights=0)
+    assert isinstance(engine, Engine) and engine.prefill([[1, 2]])[1].isfinite().all()
