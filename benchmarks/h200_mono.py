@@ -18,7 +18,8 @@ import torch
 from _common import print_table
 from cuda.bindings import driver as cu
 
-from mmcompile.targets._tuned.stream_pack import pack_norms, pack_stream
+from mmcompile.core.formats import nvfp4
+from mmcompile.targets._tuned.stream_pack import pack_gains, pack_norms, pack_stream
 from mmcompile.targets._tuned.stream_reference import StepInputs, run_step
 from mmcompile.targets._tuned.stream_shape import FAULT_WORD, TRACED, StepPlan, StepShape
 
@@ -88,6 +89,23 @@ def make_weights(shape: StepShape) -> tuple[Weights, Weights, torch.Tensor]:
     weights["head", s.layers] = draw(s.vocabulary, s.hidden)
     norms["final", s.layers] = 1 + 8 * draw(s.hidden, 1).view(-1) * 0.02
     return weights, norms, draw(s.vocabulary, s.hidden) * math.sqrt(s.hidden)
+
+
+def draw_codes(weights: Weights) -> tuple[dict, Weights]:
+    """Random NVFP4 weights of the same shapes (packed, scale, global scale), and their values in bf16."""
+    generator = torch.Generator(device="cuda").manual_seed(2)
+    coded, values = {}, {}
+    for name, weight in weights.items():
+        rows, k = weight.shape
+        packed = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device="cuda", generator=generator)
+        scale = (torch.rand(rows, k // 16, device="cuda", generator=generator) * 2 + 0.1).to(torch.float8_e4m3fn)
+        factor = (torch.rand(rows, device="cuda", generator=generator) + 0.5) / (3 * math.sqrt(k))
+        coded[name] = packed, scale, factor
+        values[name] = torch.empty_like(weight)
+        for start in range(0, rows, 8192):
+            part = slice(start, start + 8192)
+            values[name][part] = nvfp4.decode_blocks(packed[part], scale[part]) * factor[part, None]
+    return coded, values
 
 
 def make_inputs(shape: StepShape, embedding: torch.Tensor, lengths: list[int], poison: bool) -> tuple[StepInputs, dict]:
@@ -205,7 +223,8 @@ def count_bytes(shape: StepShape, lengths: list[int]) -> int:
     s, width = shape, shape.head_dim
     rows = (s.heads + 2 * s.kv_heads) * width * s.hidden + s.hidden * s.heads * width + 3 * s.hidden * s.intermediate
     cache = sum(lengths) * 4 * s.kv_heads * width * s.layers
-    return 2 * (rows * s.layers + (s.vocabulary or 0) * s.hidden) + cache
+    bits = 4.5 if s.weight_format == "nvfp4" else 16
+    return int((rows * s.layers + (s.vocabulary or 0) * s.hidden) * bits / 8) + cache
 
 
 def time_step(step: Step, embedding: torch.Tensor, batch: int, context: int) -> float | None:
@@ -250,19 +269,22 @@ def time_torch(shape: StepShape, context: int) -> dict[str, float]:
     )  # fmt: skip
     with torch.device("cuda"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    cache = transformers.StaticCache(config=config, max_cache_len=context)
+    cache = transformers.StaticCache(config=config, max_cache_len=context + 128)  # every step takes one more place
     token = torch.randint(10, 1000, (1, 1), device="cuda")
-    place = torch.tensor([context - 1], device="cuda")
     inductor.coordinate_descent_tuning = True
     times = {}
     with torch.inference_mode():
+        model(token, past_key_values=cache, use_cache=True)
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(context - 1)
         compiled = torch.compile(model.forward, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
 
         def step() -> object:
-            return compiled(token, past_key_values=cache, cache_position=place, position_ids=place[None]).logits
+            return compiled(token, past_key_values=cache, use_cache=True).logits
 
         started = time.perf_counter()
-        step(), step()
+        step()
+        torch.cuda.synchronize()
         print(f"torch.compile took {time.perf_counter() - started:.0f} s", flush=True)
         times["torch.compile max-autotune, one graph"] = time_call(capture(step).replay)
     return times
@@ -272,7 +294,12 @@ def run_model(folder: Path, entries: list[dict], bandwidth: float, contexts: lis
     """Prove and time every entry of one model; the rows of its table."""
     shape = StepShape(**(entries[0]["shape"] | {"prefetch": tuple(entries[0]["shape"]["prefetch"])}))
     weights, norms, embedding = make_weights(shape)
-    packed = {"stream": pack_stream(shape, weights), "norms": pack_norms(shape, norms), "embedding": embedding}
+    packed = {"norms": pack_norms(shape, norms), "embedding": embedding}
+    if shape.weight_format == "nvfp4":
+        coded, weights = draw_codes(weights)
+        packed |= {"stream": pack_stream(shape, coded), "gains": pack_gains(shape, coded)}
+    else:
+        packed["stream"] = pack_stream(shape, weights)
     rows, steps = [], []
     for entry in entries:
         step = Step(folder, entry, packed)
@@ -317,18 +344,22 @@ def main() -> None:
     if arguments.only:
         entries = [e for e in entries if any(e["name"].startswith(prefix) for prefix in arguments.only)]
     rows = []
-    for model in dict.fromkeys(e["name"].partition(":")[0] for e in entries):
+    models = dict.fromkeys(e["name"].partition(":")[0] for e in entries)
+    for model in models:
         mine = [e for e in entries if e["name"].partition(":")[0] == model]
-        shape = StepShape(**(mine[0]["shape"] | {"prefetch": tuple(mine[0]["shape"]["prefetch"])}))
         rows += run_model(arguments.kit, mine, bandwidth, arguments.contexts)
         torch.cuda.empty_cache()
-        if arguments.peers:
-            for name, seconds in time_torch(shape, 1024).items():
-                limit = count_bytes(shape, [1024]) / bandwidth
-                rows.append([f"{model}, {name}, context 1024", f"{seconds * 1e6:.1f}", f"{limit * 1e6:.1f}",
-                             f"{limit / seconds:.3f}"])  # fmt: skip
-                print(rows[-1], flush=True)
-            torch.cuda.empty_cache()
+    for model in models if arguments.peers else ():
+        entry = next(e for e in entries if e["name"].partition(":")[0] == model)["shape"]
+        shape = StepShape(**(entry | {"prefetch": tuple(entry["prefetch"])}))
+        if shape.weight_format != "bf16":
+            continue
+        for name, seconds in time_torch(shape, 1024).items():
+            limit = count_bytes(shape, [1024]) / bandwidth
+            rows.append([f"{model}, {name}, context 1024", f"{seconds * 1e6:.1f}", f"{limit * 1e6:.1f}",
+                         f"{limit / seconds:.3f}"])  # fmt: skip
+            print(rows[-1], flush=True)
+        torch.cuda.empty_cache()
     print_table("Decode step", ["what", "us", "limit us", "limit / time"], rows)
 
 

@@ -6,7 +6,7 @@ import textwrap
 
 from mmcompile.targets._kernels.common import ceil_div
 from mmcompile.targets._tuned.stream_attention import part_vectors
-from mmcompile.targets._tuned.stream_shape import THREADS, TILE_ROWS, TRACED, StepPlan, StepShape
+from mmcompile.targets._tuned.stream_shape import THREADS, TRACED, StepPlan, StepShape
 
 
 def _call(name: str, arguments: str, results: int, kind: str = "tl.float32") -> str:
@@ -18,6 +18,29 @@ def _call(name: str, arguments: str, results: int, kind: str = "tl.float32") -> 
 def _results(call: str, results: int) -> str:
     """The call as a tuple also where there is one result."""
     return f"({call},)" if results == 1 else call
+
+
+def _sizes(shape: StepShape, role: str) -> str:
+    """Arguments of run_tiles: tiles of a batch, chunks of columns, units in a stage."""
+    plan = StepPlan(shape)
+    return f"{plan.batch_tiles[role]}, {plan.chunks[role]}, {plan.joined[role]}"
+
+
+def _load_gain(shape: StepShape, name: str, role: str, row: str) -> list[str]:
+    """For nvfp4: the factor of a row of the program, loaded ahead of its use."""
+    plan = StepPlan(shape)
+    if not plan.packed:
+        return []
+    each = plan.tiles[role] * plan.tile_rows
+    first = (shape.end - shape.first) * plan.gains["end"] if role == "head" else plan.gains[role]
+    layer = "" if role == "head" else f" + (layer - FIRST) * {plan.gains['end']}"
+    return [f"{name} = tl.load(gains + {first} + program * {each}{layer} + {row})"]
+
+
+def _scale(shape: StepShape, *gains: str) -> list[str]:
+    """Multiply sums by their gains: pairs (value, gain) as "value gain"."""
+    pairs = [pair.split() for pair in gains]
+    return [f"{value} *= {gain}" for value, gain in pairs] if StepPlan(shape).packed else []
 
 
 def _rounds(count: int) -> range:
@@ -83,7 +106,7 @@ def _write_start(shape: StepShape) -> str:
         "epoch = tl.load(workspace, volatile=True)",
         f"x_warp = base + X + warp * {plan.x_chunks * shape.max_tokens * plan.x_stride}",
         "live = lane // 4 < MAX_TOKENS",
-        "x = tl.where(live, x_warp + lane // 4 * X_STRIDE, base + ZEROS) + lane % 4 * 16",
+        f"x = tl.where(live, x_warp + lane // 4 * X_STRIDE, base + ZEROS) + lane % 4 * {32 if plan.packed else 16}",
         "x_step = tl.where(live, MAX_TOKENS * X_STRIDE, 0)",
         f"column = lane * 4 % {shape.warp_k}",
         "q = tl.where(lane // 4 < GROUP, base + HEADS_PLACE + lane // 4 * Q_STRIDE, base + ZEROS) + lane % 4 * 16",
@@ -104,7 +127,7 @@ def _write_start(shape: StepShape) -> str:
 
 def _write_tables(shape: StepShape) -> list[str]:
     """What each thread's RoPE pairs need, the same in every layer."""
-    pairs, half = StepPlan(shape).tiles["qkv"] * 4, shape.head_dim // 2
+    pairs, half = StepPlan(shape).rows["qkv"] // 2, shape.head_dim // 2
     lines = []
     for r in _rounds(pairs * shape.max_tokens):
         lines += [
@@ -156,22 +179,26 @@ def _poll_residual(shape: StepShape, mailbox: str, name: str, code: str) -> list
 
 
 def _write_qkv(shape: StepShape) -> str:
-    plan, pairs = StepPlan(shape), StepPlan(shape).tiles["qkv"] * 4
+    plan, pairs = StepPlan(shape), StepPlan(shape).rows["qkv"] // 2
     lines = [f"tag = (epoch * {shape.layers + 1} + layer + 1) & 0xFFFF", "code = layer * 8 + 1"]
     lines += _load_norms(shape, "after", "(layer - FIRST) * 2 + 1")
+    for r in _rounds(pairs * shape.max_tokens):
+        lines += _load_gain(shape, f"even{r}", "qkv", f"turn{r} % {pairs} * 2")
+        lines += _load_gain(shape, f"odd{r}", "qkv", f"turn{r} % {pairs} * 2 + 1")
     lines += [*_poll_residual(shape, "residual", "entry", "code"), *_stamp_layer(shape, 0)]
     lines += [
         "scratch = find_scratch(state, cfg)",
-        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {plan.tiles['qkv']}, {plan.chunks['qkv']})",
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {_sizes(shape, 'qkv')})",
         "tl.debug_barrier()",
     ]
-    row = plan.tiles["qkv"] * TILE_ROWS * 4
+    row = plan.tiles["qkv"] * plan.tile_rows * 4
     for r in _rounds(pairs * shape.max_tokens):
         lines += [
             f"asked = tl.minimum(token{r}, MAX_TOKENS - 1)",
             f"sums_at = scratch + asked * {row} + turn{r} % {pairs} * 8",
             f"even, odd = add_pairs(sums_at, {row * shape.max_tokens})",
             "rstd = find_rstd(cfg, asked)",
+            *_scale(shape, f"even even{r}", f"odd odd{r}"),
             "even, odd = round_bf16(even * rstd), round_bf16(odd * rstd)",
             f"real, imaginary = even * cos{r} - odd * sin{r}, odd * cos{r} + even * sin{r}",
             f"post(workspace + MAIL_QKV + word{r}, word(real, tag), valid{r})",
@@ -182,7 +209,7 @@ def _write_qkv(shape: StepShape) -> str:
             f"tl.store(target, imaginary.to(tl.bfloat16), mask=stored{r})",
         ]
     lines += ["state = flip(state)", *_stamp_layer(shape, 1)]
-    return "\n".join([*lines, f"state = ask_l2(state, cfg, {shape.prefetch[1]})"])
+    return "\n".join([*lines, f"state = ask_l2(state, cfg, {StepPlan(shape).prefetch[1]})"])
 
 
 def _write_attention(shape: StepShape) -> str:
@@ -233,7 +260,7 @@ def _write_attention(shape: StepShape) -> str:
         ]
     body = textwrap.indent("\n".join(inner).replace("SPLITS", str(plan.splits)), "    ")
     lines += ["if busy:", body, *_stamp_layer(shape, 3)]
-    return "\n".join([*lines, f"state = ask_l2(state, cfg, {shape.prefetch[2]})"])
+    return "\n".join([*lines, f"state = ask_l2(state, cfg, {StepPlan(shape).prefetch[2]})"])
 
 
 def _find_partials(shape: StepShape) -> str:
@@ -249,7 +276,8 @@ def _write_output(shape: StepShape) -> str:
     plan, width = StepPlan(shape), shape.heads * shape.head_dim
     tokens, parts = plan.merged_tokens, plan.merged_parts
     count = 6 * len(part_vectors(shape, tokens))
-    lines = [f"spots = warp * {width // 8} + column"]
+    lines = _load_gain(shape, "gain_o", "o", f"tid % {plan.rows['o']}")
+    lines += [f"spots = warp * {width // 8} + column"]
     for b in range(0, shape.max_tokens, tokens):
         words = f"workspace + MAIL_PARTS + {b * plan.splits * width} + from_part * {width} + spots"
         weights = (
@@ -268,22 +296,25 @@ def _write_output(shape: StepShape) -> str:
     lines += [
         *_stamp_layer(shape, 4),
         "scratch = find_scratch(state, cfg)",
-        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {plan.tiles['o']}, {plan.chunks['o']})",
-        *_add_residual(shape, "after", "tag"),
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {_sizes(shape, 'o')})",
+        *_add_residual(shape, "o", "after", "tag"),
         *_stamp_layer(shape, 5),
         *_load_norms(shape, "entry", "(layer - FIRST) * 2 + 2"),
-        f"state = ask_l2(state, cfg, {shape.prefetch[3]})",
+        f"state = ask_l2(state, cfg, {StepPlan(shape).prefetch[3]})",
     ]
     return "\n".join(lines)
 
 
-def _add_residual(shape: StepShape, mailbox: str, tag: str) -> list[str]:
+def _add_residual(shape: StepShape, role: str, mailbox: str, tag: str) -> list[str]:
     """Add the sums in scratch memory to the owners' residual stream and post it."""
-    rows = shape.hidden // shape.programs
+    plan = StepPlan(shape)
+    each, rows = plan.tiles[role] * plan.tile_rows, plan.rows[role]
     return [
         "tl.debug_barrier()",
-        f"sums_at = scratch + tl.minimum(tid, {rows * shape.max_tokens - 1}) * 4",
-        f"residual = round_bf16(residual + add_warps(sums_at, {rows * shape.max_tokens * 4}))",
+        f"sums_at = scratch + (tl.minimum(own_token, MAX_TOKENS - 1) * {each} + tid % {rows}) * 4",
+        f"total = add_warps(sums_at, {each * shape.max_tokens * 4})",
+        *_scale(shape, f"total gain_{role}"),
+        "residual = round_bf16(residual + total)",
         f"post(workspace + MAIL_{mailbox.upper()} + own, word(residual, {tag}), owner)",
         "state = flip(state)",
     ]
@@ -292,61 +323,93 @@ def _add_residual(shape: StepShape, mailbox: str, tag: str) -> list[str]:
 def _write_gate_up(shape: StepShape) -> str:
     plan = StepPlan(shape)
     tiles = plan.batch_tiles["gate_up"]
-    batches, per = plan.tiles["gate_up"] // tiles, tiles * 4
-    inner = [
+    batches, per = plan.tiles["gate_up"] // tiles, tiles * plan.tile_rows // 2
+    inner = []
+    for r in _rounds(per * shape.max_tokens):
+        inner += _load_gain(shape, f"even{r}", "gate_up", f"(batch * {per} + (tid + {THREADS * r}) % {per}) * 2")
+        inner += _load_gain(shape, f"odd{r}", "gate_up", f"(batch * {per} + (tid + {THREADS * r}) % {per}) * 2 + 1")
+    inner += [
         "scratch = find_scratch(state, cfg)",
-        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tiles}, {plan.chunks['gate_up']})",
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {_sizes(shape, 'gate_up')})",
         "tl.debug_barrier()",
     ]
     for r in _rounds(per * shape.max_tokens):
         inner += [
             f"turn = tid + {THREADS * r}", f"asked = tl.minimum(turn // {per}, MAX_TOKENS - 1)",
-            f"sums_at = scratch + asked * {tiles * 32} + turn % {per} * 8",
-            f"gate, up = add_pairs(sums_at, {tiles * 32 * shape.max_tokens})",
+            f"sums_at = scratch + asked * {per * 8} + turn % {per} * 8",
+            f"gate, up = add_pairs(sums_at, {per * 8 * shape.max_tokens})",
+            *_scale(shape, f"gate even{r}", f"up odd{r}"),
             "rstd = find_rstd(cfg, asked)", "gate, up = round_bf16(gate * rstd), round_bf16(up * rstd)",
             "active = gate / (1.0 + tl.exp(-gate)) * up",
-            f"into = asked * {shape.intermediate} + program * {plan.tiles['gate_up'] * 4}",
+            f"into = asked * {shape.intermediate} + program * {plan.rows['gate_up'] // 2}",
             f"into += batch * {per} + turn % {per}",
             f"post(workspace + MAIL_ACTIVATION + into, word(active, tag), turn < {per * shape.max_tokens})",
         ]  # fmt: skip
     inner.append("state = flip(state)")
     lines = [*_poll_residual(shape, "after", "after", "code + 3"), *_stamp_layer(shape, 6)]
     lines += [f"for batch in range({batches}):", textwrap.indent("\n".join(inner), "    ")]
-    return "\n".join([*lines, *_stamp_layer(shape, 7), f"state = ask_l2(state, cfg, {shape.prefetch[4]})"])
+    return "\n".join([*lines, *_stamp_layer(shape, 7), f"state = ask_l2(state, cfg, {StepPlan(shape).prefetch[4]})"])
 
 
 def _write_down(shape: StepShape) -> str:
-    plan, tiles = StepPlan(shape), StepPlan(shape).tiles["down"]
-    chunks = plan.load_chunks["down"]
-    sums = [f"down{t}{c}" for t in range(tiles) for c in "ab"]
+    plan = StepPlan(shape)
+    tiles, blocks, chunks = plan.tiles["down"], plan.chunks["down"], plan.load_chunks["down"]
     source = (
         f"workspace + MAIL_ACTIVATION + warp * {shape.intermediate // 8} + column + block * {chunks * shape.warp_k}"
     )
-    lines = [
-        f"{', '.join(sums)} = {', '.join(['zero'] * len(sums))}",
-        f"for block in range({plan.chunks['down'] // chunks}):",
+    lines = _load_gain(shape, "gain_down", "down", f"tid % {plan.rows['down']}")
+    count = 4 if plan.packed else 2
+    sums = [[f"down{t}{c}" for c in "abcd"[:count]] for t in range(tiles)]
+    lines += [f"{name} = zero" for names in sums for name in names]
+    lines += [
+        f"for block in range({blocks // chunks}):",
         f"    poll(POLL_ACTIVATION, POLL_ACTIVATION_C, cfg, {source}, tag, code + 4, x_warp + column * 2)",
         *(f"    {line}" for line in _stamp_layer(shape, 8)),
-        f"    for chunk in range({chunks}):",
-        "        at = x + chunk * x_step",
     ]
-    for t in range(tiles):
-        pair = f"down{t}a, down{t}b"
-        lines.append(f"        state, {pair} = multiply(state, cfg, code + 7, at, {pair})")
+    across = plan.joined["down"] if tiles == 1 else 1
+    lines += [f"    for chunk in range(0, {chunks}, {across}):", "        at = x + chunk * x_step"]
+    lines += [f"        {line}" for line in (_multiply_codes if plan.packed else _multiply_rows)(shape, sums)]
     lines.append("scratch = find_scratch(state, cfg)")
-    lines += [f"keep(cfg, scratch, {tiles * TILE_ROWS}, {t}, down{t}a, down{t}b)" for t in range(tiles)]
-    return "\n".join([*lines, *_add_residual(shape, "residual", "tag + 1"), *_stamp_layer(shape, 9)])
+    for t, names in enumerate(sums):
+        values = f"({', '.join(names)})" if plan.packed else ", ".join(names)
+        lines.append(f"keep(cfg, scratch, {tiles * plan.tile_rows}, {t}, {values})")
+    return "\n".join([*lines, *_add_residual(shape, "down", "residual", "tag + 1"), *_stamp_layer(shape, 9)])
+
+
+def _multiply_rows(shape: StepShape, sums: list[list[str]]) -> list[str]:
+    """One stage for each tile of a chunk."""
+    return [f"state, {a}, {b} = multiply(state, cfg, code + 7, at, {a}, {b})" for a, b in sums]
+
+
+def _multiply_codes(shape: StepShape, sums: list[list[str]]) -> list[str]:
+    """The units of nvfp4 of a chunk, or of two chunks where there is one tile, stage by stage."""
+    joined, lines = StepPlan(shape).joined["down"], []
+    units = [(names, "at") for names in sums]
+    if len(sums) == 1 and joined == 2:
+        units.append((sums[0], "at + x_step"))
+    for n, (names, x) in enumerate(units):
+        if n % joined == 0:
+            lines.append("area = await_slot(state, cfg, code + 7)")
+        values = ", ".join(names)
+        place = f"area + {n % joined} * UNIT_BYTES"
+        lines.append(f"{values} = multiply({place}, cfg, {x}, ({values}))")
+        if n % joined == joined - 1:
+            lines.append("state = leave_slot(state, cfg)")
+    return lines
 
 
 def _write_head(shape: StepShape) -> str:
     plan = StepPlan(shape)
     tiles = plan.batch_tiles["head"]
-    rows = tiles * TILE_ROWS
+    rows = tiles * plan.tile_rows
     lines = ["tag = (tag + 1) & 0xFFFF", "code = END * 8 + 1", *_poll_residual(shape, "residual", "entry", "code + 5")]
     lines += _stamp(shape, f"{plan.trace_stamps - 2}")
-    inner = [
+    inner = []
+    for r in _rounds(rows * shape.max_tokens):
+        inner += _load_gain(shape, f"gain{r}", "head", f"batch * {rows} + (tid + {THREADS * r}) % {rows}")
+    inner += [
         "scratch = find_scratch(state, cfg)",
-        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tiles}, {plan.chunks['head']})",
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {_sizes(shape, 'head')})",
         "tl.debug_barrier()",
     ]
     for r in _rounds(rows * shape.max_tokens):
@@ -354,8 +417,9 @@ def _write_head(shape: StepShape) -> str:
             f"turn = tid + {THREADS * r}", f"asked = tl.minimum(turn // {rows}, MAX_TOKENS - 1)",
             f"sums_at = scratch + (asked * {rows} + turn % {rows}) * 4",
             f"logit = add_warps(sums_at, {4 * rows * shape.max_tokens})",
+            *_scale(shape, f"logit gain{r}"),
             "logit *= find_rstd(cfg, asked)",
-            f"row = program * {plan.tiles['head'] * TILE_ROWS} + batch * {rows} + turn % {rows}",
+            f"row = program * {plan.tiles['head'] * plan.tile_rows} + batch * {rows} + turn % {rows}",
             f"valid = (turn < tokens * {rows}) & (row < {shape.vocabulary})",
             f"tl.store(result + asked.to(tl.int64) * {shape.vocabulary} + row, logit.to(tl.bfloat16), mask=valid)",
         ]  # fmt: skip

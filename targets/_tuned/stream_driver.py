@@ -3,7 +3,7 @@
 The state of a program, a tuple carried through everything:
     slot, parity: of the ring, at the stage that is read next.
     layer, index: of the stage that is copied next, SLOTS stages ahead; index counts the layer's stages, those of the
-        cache between q, k, v and o. weight: stages of weights copied so far.
+        cache between q, k, v and o. weight: units of weights copied so far.
     sequence, unit, end, stages, length, part, busy: what that layer attends to here (``find_work``).
     reached: stages of weights that the L2 was asked for. side: which scratch buffer comes next.
 """
@@ -103,12 +103,14 @@ def produce(state, cfg):
         count = tl.where(there, tl.maximum(tl.minimum(length - 1 - token, UNIT), 0), 0)
         size = count * (4 * HEAD_DIM)
     else:
-        source = stream.to(tl.int64) + (weight.to(tl.int64) * PROGRAMS + program) * (WARPS * STAGE) + warp * STAGE
-        size = tid * 0 + STAGE
+        joined = count_units(index - tl.where(index < QKV_STAGES, 0, stages), layer)
+        source = stream.to(tl.int64) + weight.to(tl.int64) * (PROGRAMS * WARPS * UNIT_BYTES)
+        source += (program * WARPS + warp) * (joined * UNIT_BYTES)
+        size = tid * 0 + joined * UNIT_BYTES
+        weight += joined
     ring = base + RING + warp * (SLOTS * SLOT) + slot * SLOT
     barrier = base + BARRIERS + warp * (8 * SLOTS) + slot * 8
     run(REFILL, REFILL_C, [ring, barrier, source, size, alive.to(tl.int32) + tid * 0])
-    weight += 1 - of_cache.to(tl.int32)
     index += 1
     if (layer < END) & (index == LAYER_STAGES + stages):
         layer += 1
@@ -124,9 +126,9 @@ def ask_l2(state, cfg, AHEAD: tl.constexpr):
     if AHEAD > 0:
         stream, program, tid = cfg[0], cfg[7], cfg[10]
         first = tl.maximum(reached, weight)
-        reached = tl.maximum(first, tl.minimum(weight + AHEAD, STAGES))
-        place = stream.to(tl.int64) + (first.to(tl.int64) * PROGRAMS + program) * (WARPS * STAGE)
-        run(PREFETCH, PREFETCH_C, [place + (tid // 32) * STAGE, reached - first + tid * 0])
+        reached = tl.maximum(first, tl.minimum(weight + AHEAD, UNITS))
+        place = stream.to(tl.int64) + (first.to(tl.int64) * PROGRAMS + program) * (WARPS * UNIT_BYTES)
+        run(PREFETCH, PREFETCH_C, [place + (tid // 32) * UNIT_BYTES, reached - first + tid * 0])
     return slot, parity, layer, index, weight, sequence, unit, end, stages, length, part, busy, reached, side
 
 
@@ -153,6 +155,31 @@ def leave_slot(state, cfg):
 
 
 @triton.jit
+def flip(state):
+    """The other scratch buffer, after a barrier."""
+    slot, parity, layer, index, weight, sequence, unit, end, stages, length, part, busy, reached, side = state
+    return slot, parity, layer, index, weight, sequence, unit, end, stages, length, part, busy, reached, 1 - side
+
+
+@triton.jit
+def find_scratch(state, cfg):
+    return cfg[11] + SCRATCH + state[13] * SCRATCH_BYTES
+
+
+@triton.jit
+def find_rstd(cfg, token):
+    """1 / root mean square of a token's residual stream, from the warps' sums."""
+    return tl.rsqrt(read(ADD_SQUARES, ADD_SQUARES_C, [cfg[11] + SQUARES + token * 32]) * (1.0 / HIDDEN) + EPS)
+'''
+
+BF16 = '''
+@triton.jit
+def count_units(index, layer):
+    """Units of weights in a stage."""
+    return 1
+
+
+@triton.jit
 def multiply(state, cfg, code, x, a0, a1):
     """One stage of weights: (a0, a1) += its rows times the activations at ``x``."""
     place = await_slot(state, cfg, code)
@@ -170,7 +197,7 @@ def keep(cfg, scratch, ROWS: tl.constexpr, tile, a0, a1):
 
 
 @triton.jit
-def run_tiles(state, cfg, code, x, x_step, scratch, TILES: tl.constexpr, CHUNKS: tl.constexpr):
+def run_tiles(state, cfg, code, x, x_step, scratch, TILES: tl.constexpr, CHUNKS: tl.constexpr, JOINED: tl.constexpr):
     """TILES tiles one after the other, all columns of each; partial sums to scratch memory."""
     zero = (cfg[10] * 0).to(tl.float32)
     for tile in range(TILES):
@@ -179,22 +206,5 @@ def run_tiles(state, cfg, code, x, x_step, scratch, TILES: tl.constexpr, CHUNKS:
             state, a0, a1 = multiply(state, cfg, code, x + chunk * x_step, a0, a1)
         keep(cfg, scratch, TILES * 8, tile, a0, a1)
     return state
-
-
-@triton.jit
-def flip(state):
-    """The other scratch buffer, after a barrier."""
-    slot, parity, layer, index, weight, sequence, unit, end, stages, length, part, busy, reached, side = state
-    return slot, parity, layer, index, weight, sequence, unit, end, stages, length, part, busy, reached, 1 - side
-
-
-@triton.jit
-def find_scratch(state, cfg):
-    return cfg[11] + SCRATCH + state[13] * SCRATCH_BYTES
-
-
-@triton.jit
-def find_rstd(cfg, token):
-    """1 / root mean square of a token's residual stream, from the warps' sums."""
-    return tl.rsqrt(read(ADD_SQUARES, ADD_SQUARES_C, [cfg[11] + SQUARES + token * 32]) * (1.0 / HIDDEN) + EPS)
 '''
+"""The products of a stage of bf16 weights."""

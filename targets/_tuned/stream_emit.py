@@ -6,9 +6,10 @@ from mmcompile.core.errors import LoweringError
 from mmcompile.core.kernel import KernelSource, Parameter
 from mmcompile.core.spec import Architecture
 from mmcompile.targets._tuned import stream_attention as attention
+from mmcompile.targets._tuned import stream_nvfp4 as nvfp4
 from mmcompile.targets._tuned import stream_ptx as ptx
 from mmcompile.targets._tuned.stream_body import write_body
-from mmcompile.targets._tuned.stream_driver import HELPERS
+from mmcompile.targets._tuned.stream_driver import BF16, HELPERS
 from mmcompile.targets._tuned.stream_shape import (
     PRIVATE_OFFSET,
     WARPS,
@@ -25,6 +26,8 @@ def list_parameters(shape: StepShape) -> tuple[Parameter, ...]:
     names = [("stream", "*u8"), ("norms", "*bf16"), (start, "*bf16"), ("table", "*bf16"), ("input_ids", "*i32"),
              ("positions", "*i32"), ("slot_mapping", "*i64"), ("block_table", "*i32"), ("seq_lens", "*i32"),
              ("workspace", "*i32"), ("result", "*bf16")]  # fmt: skip
+    if StepPlan(shape).packed:
+        names.append(("gains", "*fp32"))
     parameters = [Parameter(name, kind, name) for name, kind in names]
     parameters += [Parameter(f"cache_{i}", "*bf16", f"kv_cache.{i}") for i in range(shape.first, shape.end)]
     return (*parameters, Parameter("tokens", "i32", "tokens"), Parameter("max_blocks", "i32", "max_blocks"))
@@ -36,7 +39,9 @@ def list_assembly(shape: StepShape) -> dict[str, ptx.Assembly]:
     tokens, parts = plan.merged_tokens, plan.merged_parts
     return {
         "BASE": ptx.base_address(), "SET_UP": ptx.set_up(shape), "REFILL": ptx.refill(), "WAIT": ptx.wait_copy(shape),
-        "PREFETCH": ptx.prefetch(shape), "MULTIPLY": ptx.multiply_stage(shape), "KEEP": ptx.store_sums(shape),
+        "PREFETCH": ptx.prefetch(shape),
+        "MULTIPLY": nvfp4.multiply_unit() if plan.packed else ptx.multiply_stage(shape),
+        "KEEP": nvfp4.store_unit_sums(shape) if plan.packed else ptx.store_sums(shape),
         "ADD_WARPS": ptx.add_warps(pair=False), "ADD_PAIRS": ptx.add_warps(pair=True),
         "ADD_SQUARES": ptx.add_squares(), "STAMP": ptx.stamp(), "POST_WORD": ptx.post_word(),
         "POST_PAIR": ptx.post_pair(),
@@ -54,18 +59,18 @@ def list_constants(shape: StepShape) -> dict[str, int | float]:
     """Module constants of the emitted text."""
     plan = StepPlan(shape)
     mails = {f"MAIL_{name.upper()}": place for name, place in plan.workspace.items()}
-    shared, stages = plan.shared, {name: plan.tiles[name] * plan.chunks[name] for name in plan.tiles}
+    shared = plan.shared
     return {
         "MAX_TOKENS": shape.max_tokens, "PROGRAMS": shape.programs, "WARPS": WARPS, "TEAM": shape.team,
         "FIRST": shape.first, "END": shape.end, "HIDDEN": shape.hidden, "HEADS": shape.heads,
         "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "GROUP": shape.group, "PAGE": shape.page_size,
-        "EPS": shape.eps, "UNIT": plan.unit_tokens, "STAGE": plan.stage_bytes, "SLOT": plan.slot_bytes,
-        "SLOTS": plan.slots, "QKV_STAGES": stages["qkv"], "LAYER_STAGES": plan.layer_stages,
-        "HEAD_STAGES": plan.head_stages, "STAGES": plan.stages, "BARRIERS": shared["barriers"],
+        "EPS": shape.eps, "UNIT": plan.unit_tokens, "UNIT_BYTES": plan.unit_bytes, "SLOT": plan.slot_bytes,
+        "SLOTS": plan.slots, "QKV_STAGES": plan.stages_of["qkv"], "LAYER_STAGES": plan.layer_stages,
+        "HEAD_STAGES": plan.head_stages, "UNITS": plan.units, "BARRIERS": shared["barriers"],
         "SQUARES": shared["squares"], "POINTERS": shared["pointers"] - 8 * shape.first, "HEADS_PLACE": shared["qkv"],
         "ZEROS": shared["zeros"], "X": shared["x"], "X_STRIDE": plan.x_stride, "X_CHUNKS": plan.x_chunks,
         "SCRATCH": shared["scratch"], "SCRATCH_BYTES": plan.scratch_bytes, "RING": shared["ring"],
-        "DEAD": shared["dead"], "STEADY": shape.prefetch[0], **mails, "Q_STRIDE": plan.q_stride,
+        "DEAD": shared["dead"], "STEADY": plan.prefetch[0], **mails, "Q_STRIDE": plan.q_stride,
     }  # fmt: skip
 
 
@@ -75,7 +80,8 @@ def emit_stream(shape: StepShape, architecture: Architecture) -> KernelSource:
     Parameters: stream (``pack_stream``), norms (``pack_norms``), embedding [vocabulary, hidden] or residual [tokens,
     hidden] bf16, table of RoPE [positions, head_dim] bf16 = [cos | sin], input_ids, positions, seq_lens int32 [tokens],
     slot_mapping int64 [tokens], block_table int32 [tokens, max_blocks], workspace int32 (``StepPlan.workspace``; zeros
-    before the first launch and after a fault), result bf16 [tokens, vocabulary or hidden], the layers' caches.
+    before the first launch and after a fault), result bf16 [tokens, vocabulary or hidden], gains for nvfp4
+    (``pack_gains``), the layers' caches.
 
     One token for each sequence, its position seq_lens - 1; rows from ``tokens`` on are computed as empty ones and not
     written. The launch needs ``StepPlan.shared_bytes`` of dynamic shared memory, all programs resident, and no other
@@ -86,18 +92,29 @@ def emit_stream(shape: StepShape, architecture: Architecture) -> KernelSource:
         raise LoweringError(f"no streamed step for this shape: {reason}", fix="use the standalone kernels")
     parameters = list_parameters(shape)
     s = shape
-    name = f"stream_step_bf16_{s.hidden}_{s.heads}x{s.kv_heads}x{s.head_dim}_{s.first}to{s.end}_tokens{s.max_tokens}"
+    heads = f"{s.heads}x{s.kv_heads}x{s.head_dim}"
+    name = f"stream_step_{s.weight_format}_{s.hidden}_{heads}_{s.first}to{s.end}_tokens{s.max_tokens}"
     lines = ['"""One decode step in one launch. Emitted by mmcompile; needs only Triton."""', "import triton"]
     lines += ["import triton.language as tl", ""]
     lines += [f"{key} = tl.constexpr({value!r})" for key, value in list_constants(shape).items()]
     for key, (text, constraints) in list_assembly(shape).items():
         lines += [f'{key} = tl.constexpr("""{text}""")', f"{key}_C = tl.constexpr({constraints!r})"]
+    products = nvfp4.write_helpers(shape) if StepPlan(shape).packed else BF16
     signature = ", ".join(p.name for p in parameters)
     entry = f"@triton.jit\ndef {name}({signature}):\n{write_body(shape)}\n\n\nkernel = {name}\n"
-    text = "\n".join(lines) + "\n\n" + HELPERS + "\n\n" + entry
+    text = "\n".join(lines) + "\n\n" + HELPERS + products + "\n\n" + entry
     ledger = {"HMMA": True, "UBLKCP": True, "SYNCS": True}
     return KernelSource(
-        name, text, parameters, (str(shape.programs), "1", "1"), WARPS, 1, ledger, lanes=True, max_registers=255
+        name,
+        text,
+        parameters,
+        (str(shape.programs), "1", "1"),
+        WARPS,
+        1,
+        ledger,
+        lanes=True,
+        max_registers=255,
+        private_shared=(PRIVATE_OFFSET, StepPlan(s).shared_bytes),
     )
 
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mmcompile.core.formats.nvfp4_fragments import arrange
 from mmcompile.targets._tuned.stream_shape import TILE_ROWS, WARPS, StepPlan, StepShape
 
+Weight = Tensor | tuple[Tensor, Tensor, Tensor]
 LAYER_ROLES = ("qkv", "o", "gate_up", "down")
 """Projections of a layer in the order of the stream; "qkv" rows are [q | k | v], "gate_up" rows [gate | up]."""
 
@@ -22,7 +24,8 @@ def order_rows(shape: StepShape, role: str) -> Tensor:
     if role == "gate_up":
         return torch.arange(2 * shape.intermediate).view(2, -1).t().reshape(-1)
     if role != "qkv":
-        return torch.arange(StepPlan(shape).tiles[role] * TILE_ROWS * shape.programs)
+        plan = StepPlan(shape)
+        return torch.arange(plan.tiles[role] * plan.tile_rows * shape.programs)
     d, half = shape.head_dim, shape.head_dim // 2
     first_k, first_v = shape.heads * d, (shape.heads + shape.kv_heads) * d
     rows = []
@@ -46,19 +49,61 @@ def _view(shape: StepShape, role: str, chunks: int) -> tuple[tuple[int, ...], tu
     return sizes, (*outer, 0, 3, 5, 2, 6, 7)
 
 
-def pack_projection(shape: StepShape, role: str, weight: Tensor) -> Tensor:
-    """bf16 [rows, k] -> uint8 [stages, bytes]; rows of "head" that are missing are zeros."""
+def pack_projection(shape: StepShape, role: str, weight: Weight) -> Tensor:
+    """bf16 [rows, k], or (packed, scale, ...) of nvfp4 -> uint8 [bytes]; rows of "head" that are missing are zeros."""
+    if not isinstance(weight, Tensor):
+        return _pack_codes(shape, role, *weight[:2])
     order = order_rows(shape, role).to(weight.device)
     if len(order) > len(weight):
         weight = torch.cat([weight, weight.new_zeros(len(order) - len(weight), weight.shape[1])])
     sizes, permutation = _view(shape, role, StepPlan(shape).chunks[role])
     rows = weight[order] if role in ("qkv", "gate_up") else weight
-    packed = rows.view(sizes).permute(permutation).contiguous()
-    return packed.view(packed.shape[0] * packed.shape[1], -1).view(torch.uint8)
+    return rows.view(sizes).permute(permutation).contiguous().view(-1).view(torch.uint8)
+
+
+def _fill_tiles(shape: StepShape, role: str, rows: Tensor) -> Tensor:
+    """Rows of a weight in the order of the stream, every program's last tile filled with zeros: [programs, rows, ...].
+
+    The rows of "head" go to the programs in whole tiles.
+    """
+    plan = StepPlan(shape)
+    each = plan.tiles[role] * plan.tile_rows
+    if role == "head":
+        missing = each * shape.programs - len(rows)
+        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).view(shape.programs, each, *rows.shape[1:])
+    order = order_rows(shape, role)[: plan.rows[role] * shape.programs].to(rows.device)
+    own = rows[order].view(shape.programs, plan.rows[role], *rows.shape[1:])
+    missing = own.new_zeros(shape.programs, each - plan.rows[role], *rows.shape[1:])
+    return torch.cat([own, missing], 1)
+
+
+def _pack_codes(shape: StepShape, role: str, packed: Tensor, scale: Tensor) -> Tensor:
+    """nvfp4: units of 2048 bytes of codes and 256 of scales in the order (stage, program, warp, unit of the stage)."""
+    plan = StepPlan(shape)
+    tiles, chunks = plan.tiles[role], plan.chunks[role]
+    parts = []
+    for tensor, size in ((packed, 2048), (scale.view(torch.uint8), 256)):
+        filled = _fill_tiles(shape, role, tensor).flatten(0, 1).contiguous()
+        turned = arrange(filled if size == 2048 else filled.view(torch.float8_e4m3fn), "float16")
+        parts.append(turned.view(torch.uint8).view(shape.programs, tiles, WARPS, chunks, size))
+    units = torch.cat(parts, -1)
+    inner = units.permute(3, 1, 0, 2, 4) if role == "down" else units.permute(1, 3, 0, 2, 4)
+    stages = inner.reshape(-1, plan.joined[role], shape.programs, WARPS, plan.unit_bytes)
+    return stages.permute(0, 2, 3, 1, 4).reshape(-1)
+
+
+def pack_gains(shape: StepShape, weights: Mapping[tuple[str, int], Weight]) -> Tensor:
+    """fp32: the factor of every row of nvfp4 weights in the order of the stream, layer after layer, then of "head".
+
+    It holds the rows' global scales and what the kernel leaves out: codes and activations are scaled by powers of two.
+    """
+    roles = list_roles(shape)
+    rows = [_fill_tiles(shape, role, weights[role, layer][2].float()).reshape(-1) for role, layer in roles]
+    return torch.cat(rows) * 2.0**20
 
 
 def unpack_projection(shape: StepShape, role: str, packed: Tensor) -> Tensor:
-    """The inverse of ``pack_projection``: bf16 [rows of whole tiles, k]."""
+    """The inverse of ``pack_projection`` for bf16: [rows of whole tiles, k]."""
     sizes, permutation = _view(shape, role, StepPlan(shape).chunks[role])
     back = sorted(range(8), key=permutation.__getitem__)
     rows = packed.view(torch.bfloat16).view([sizes[p] for p in permutation]).permute(back)
@@ -68,38 +113,36 @@ def unpack_projection(shape: StepShape, role: str, packed: Tensor) -> Tensor:
     return out
 
 
-def pack_stream(shape: StepShape, weights: Mapping[tuple[str, int], Tensor]) -> Tensor:
-    """The whole stream of a launch, uint8 [stages, bytes of a stage].
-
-    weights: bf16 by (role, layer), roles of ``LAYER_ROLES`` for each layer of the launch, and ("head", layers) if it
-    has one.
-    """
-    plan = StepPlan(shape)
+def list_roles(shape: StepShape) -> list[tuple[str, int]]:
+    """(role, layer) of the projections of a launch in the order of its stream."""
     roles = [(role, layer) for layer in range(shape.first, shape.end) for role in LAYER_ROLES]
-    if shape.has_head:
-        roles.append(("head", shape.layers))
-    any_weight = weights[roles[0]]
-    width = plan.stream_bytes // plan.stages
-    stream = torch.empty((plan.stages, width), dtype=torch.uint8, device=any_weight.device)
-    at = 0
-    for role, layer in roles:
+    return [*roles, ("head", shape.layers)] if shape.has_head else roles
+
+
+def pack_stream(shape: StepShape, weights: Mapping[tuple[str, int], Weight]) -> Tensor:
+    """The whole stream of a launch, uint8 [bytes].
+
+    weights: by (role, layer), roles of ``LAYER_ROLES`` for each layer of the launch, and ("head", layers) if it has
+    one: bf16 [rows, k], or for nvfp4 (packed uint8 [rows, k/2], scale float8_e4m3fn [rows, k/16], global scale [rows]).
+    """
+    stream, at = None, 0
+    for role, layer in list_roles(shape):
         packed = pack_projection(shape, role, weights[role, layer])
+        if stream is None:
+            stream = torch.empty(StepPlan(shape).stream_bytes, dtype=torch.uint8, device=packed.device)
         stream[at : at + len(packed)] = packed
         at += len(packed)
-    assert at == plan.stages
+    assert stream is not None and at == len(stream)
     return stream
 
 
 def unpack_stream(shape: StepShape, stream: Tensor) -> dict[tuple[str, int], Tensor]:
-    """The inverse of ``pack_stream``; "head" has the rows of whole tiles."""
+    """The inverse of ``pack_stream`` for bf16; "head" has the rows of whole tiles."""
     plan, weights, at = StepPlan(shape), {}, 0
-    roles = [(role, layer) for layer in range(shape.first, shape.end) for role in LAYER_ROLES]
-    if shape.has_head:
-        roles.append(("head", shape.layers))
-    for role, layer in roles:
-        stages = plan.tiles[role] * plan.chunks[role]
-        weights[role, layer] = unpack_projection(shape, role, stream[at : at + stages])
-        at += stages
+    for role, layer in list_roles(shape):
+        size = plan.tiles[role] * plan.chunks[role] * shape.programs * WARPS * plan.unit_bytes
+        weights[role, layer] = unpack_projection(shape, role, stream[at : at + size])
+        at += size
     return weights
 
 

@@ -78,7 +78,7 @@ def wait_copy(shape: StepShape) -> Assembly:
 def prefetch(shape: StepShape) -> Assembly:
     """Ask the L2 for the warp's part of $2 stages of weights, the first at $1: lane by lane, or in bulk copies."""
     plan = StepPlan(shape)
-    step, size = shape.programs * WARPS * plan.stage_bytes, plan.stage_bytes
+    step, size = shape.programs * WARPS * plan.unit_bytes, plan.unit_bytes
     if shape.prefetch_lines:
         lines = "".join(f"prefetch.global.L2 [a+{at}];" for at in range(0, 128, shape.prefetch_lines))
         first = f"mul.wide.u32 a, ln, 128; add.s64 a, a, $1; setp.ge.u32 q, ln, {size // 128}; @q bra DONE;"
@@ -194,19 +194,32 @@ def x_offset(shape: StepShape, chunk: int, token: int, part: int) -> int:
     return (chunk * shape.max_tokens + token) * StepPlan(shape).x_stride + 256 * part
 
 
+def pack_four(shape: StepShape, values: tuple[str, str, str, str], into: tuple[str, str]) -> str:
+    """Four fp32 registers to two words of activations: bf16, or float16 times 2^-6 (see ``stream_nvfp4``)."""
+    a, b, c, d = values
+    if not StepPlan(shape).packed:
+        return f"cvt.rn.bf16x2.f32 {into[0]}, {b}, {a}; cvt.rn.bf16x2.f32 {into[1]}, {d}, {c};"
+    scaled = "".join(f"mul.f32 {v}, {v}, 0f3C800000;" for v in values)
+    return f"{scaled} cvt.rn.f16x2.f32 {into[0]}, {b}, {a}; cvt.rn.f16x2.f32 {into[1]}, {d}, {c};"
+
+
 def poll_activations(shape: StepShape, width: int, chunks: int) -> Assembly:
     """Read tagged words [token][width] and leave them as bf16 in the warp's activations.
 
     $1 the lane's first word, $2 tag, $3 workspace, $4 fault code, $5 the lane's place in shared memory.
     """
     vectors = _vectors(shape, chunks)
-    text = [f"{{ {_SPIN} .reg .b32 a<{4 * len(vectors)}>, c, e; AGAIN:"]
+    text = [f"{{ {_SPIN} .reg .b32 a<{4 * len(vectors)}>, c, e; .reg .f32 v<4>; AGAIN:"]
     text += _load_words(shape, vectors, width, "$1")
     text.append(check_tags(4 * len(vectors), "$2") + "@p bra DONE;")
     text.append(give_up(shape, "$3", "$4", "DONE", "AGAIN") + "DONE: bar.warp.sync -1;")
     for n, vector in enumerate(vectors):
         a = 4 * n
-        text.append(f"prmt.b32 a{a}, a{a}, a{a + 1}, 0x7632; prmt.b32 a{a + 1}, a{a + 2}, a{a + 3}, 0x7632;")
+        if StepPlan(shape).packed:
+            text += [f"and.b32 a{a + k}, a{a + k}, 0xffff0000; mov.b32 v{k}, a{a + k};" for k in range(4)]
+            text.append(pack_four(shape, ("v0", "v1", "v2", "v3"), (f"a{a}", f"a{a + 1}")))
+        else:
+            text.append(f"prmt.b32 a{a}, a{a}, a{a + 1}, 0x7632; prmt.b32 a{a + 1}, a{a + 2}, a{a + 3}, 0x7632;")
         text.append(f"st.shared.v2.b32 [$5+{x_offset(shape, *vector)}], {{a{a}, a{a + 1}}};")
     return "\n".join(text) + "bar.warp.sync -1; mov.b32 $0, 0; }", "=r,l,r,l,r,r"
 
@@ -242,7 +255,7 @@ def poll_residual(shape: StepShape, chunks: int) -> Assembly:
                 f"and.b32 c, a{4 * n + k}, 0xffff0000; mov.b32 v{k}, c; fma.rn.f32 s{token}, v{k}, v{k}, s{token};"
                 f"{widen} mov.b32 f, e; mul.f32 v{k}, v{k}, f;"
             )
-        text.append("cvt.rn.bf16x2.f32 c, v1, v0; cvt.rn.bf16x2.f32 e, v3, v2;")
+        text.append(pack_four(shape, ("v0", "v1", "v2", "v3"), ("c", "e")))
         text.append(f"st.shared.v2.b32 [{x}+{x_offset(shape, chunk, token, part)}], {{c, e}};")
     if shape.warp_k < 128:  # the other lanes read the same words again
         text.append(f"mov.u32 c, %laneid; setp.ge.u32 p, c, {shape.warp_k // 4};")

@@ -33,7 +33,8 @@ class StepShape:
 
     Attributes:
         vocabulary: rows of the output projection; None: the launch ends with the residual stream.
-        cache_dtype: torch's name. weight_format: "bf16". max_tokens: rows that every launch computes, 1 to 8.
+        cache_dtype: torch's name. weight_format: "bf16" or "nvfp4" (see ``core/formats/nvfp4_fragments.py``, flavour
+            float16). max_tokens: rows that every launch computes, 1 to 8.
         programs: blocks of the launch, all resident. first, last: layers of this launch (last None = the final one);
             a launch that does not reach the final layer ends with the residual stream.
         warp_k: columns of the weights in one stage of a warp's stream; smaller ones are for tests.
@@ -95,8 +96,8 @@ def refuse_stream(shape: StepShape, architecture: Architecture) -> str | None:
         return f"it is made for {', '.join(MULTIPROCESSORS)}, not {architecture.name}"
     if s.programs > MULTIPROCESSORS[architecture.name]:
         return f"{s.programs} programs cannot be resident at once on {MULTIPROCESSORS[architecture.name]} processors"
-    if s.weight_format != "bf16" or s.cache_dtype != "bfloat16":
-        return f"weights in {s.weight_format} with a cache in {s.cache_dtype}: only bf16 with bfloat16 is written"
+    if s.weight_format not in ("bf16", "nvfp4") or s.cache_dtype != "bfloat16":
+        return f"weights in {s.weight_format} with a cache in {s.cache_dtype}: bf16 and nvfp4 with bfloat16 are written"
     if not 1 <= s.max_tokens <= TILE_ROWS:
         return f"{s.max_tokens} tokens, and one MMA holds 1 to {TILE_ROWS}"
     if not 0 <= s.first < s.end <= s.layers:
@@ -107,11 +108,13 @@ def refuse_stream(shape: StepShape, architecture: Architecture) -> str | None:
 def _refuse_columns(s: StepShape) -> str | None:
     """Every warp gets the same number of whole stages of columns."""
     slice_k = WARPS * s.warp_k
+    if s.weight_format == "nvfp4" and s.warp_k != 256:
+        return f"warp_k = {s.warp_k}, and the tiles of nvfp4 have 256 columns"
+    if s.warp_k not in (32, 64) and s.warp_k % 128:
+        return f"warp_k = {s.warp_k} is not 32, 64 or a multiple of 128"
     for name, k in (("hidden", s.hidden), ("heads * head_dim", s.heads * s.head_dim), ("intermediate", s.intermediate)):
         if k % slice_k:
             return f"{name} = {k} is not a multiple of {slice_k}, the columns of one stage"
-    if s.warp_k not in (32, 64) and s.warp_k % 128:
-        return f"warp_k = {s.warp_k} is not 32, 64 or a multiple of 128"
     if s.warp_k < 128 and s.heads * s.head_dim != slice_k:
         return f"warp_k = {s.warp_k} needs heads * head_dim = {slice_k}"
     return None
@@ -135,12 +138,13 @@ def _refuse_rows(s: StepShape) -> str | None:
     """Every program gets the same number of whole tiles of each projection, and one residual element a thread."""
     counts = {"q, k and v": (s.heads + 2 * s.kv_heads) * s.head_dim, "hidden": s.hidden, "gate": 2 * s.intermediate}
     for name, rows in counts.items():
-        if rows % (s.programs * TILE_ROWS):
-            return f"the {rows} rows of {name} are not whole tiles of 8 for {s.programs} programs"
+        whole = 16 if s.weight_format == "nvfp4" and name == "gate" else TILE_ROWS
+        if rows % (s.programs * whole):
+            return f"the {rows} rows of {name} are not whole tiles of {whole} for {s.programs} programs"
     if s.hidden // s.programs * s.max_tokens > THREADS:
         return f"{s.hidden // s.programs} residual rows of {s.max_tokens} tokens in a program, at most {THREADS} in all"
     plan = StepPlan(s)
-    if plan.layer_stages <= plan.tiles["qkv"] * plan.chunks["qkv"] + plan.slots:
+    if plan.layer_stages <= plan.stages_of["qkv"] + plan.slots:
         return f"a layer has {plan.layer_stages} stages, too few for a ring of {plan.slots}"
     if plan.slots < 3:
         return f"shared memory holds {plan.slots} stages of the stream, 3 are needed"
@@ -166,37 +170,82 @@ class StepPlan:
                 "down": s.intermediate // slice_k, "head": s.hidden // slice_k}  # fmt: skip
 
     @cached_property
+    def packed(self) -> bool:
+        """True for nvfp4: weights are the A operand of the MMA, 16 rows a tile, and a stage is two units."""
+        return self.shape.weight_format == "nvfp4"
+
+    @cached_property
+    def tile_rows(self) -> int:
+        """Rows of weights of one tile."""
+        return 16 if self.packed else TILE_ROWS
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """Rows of each projection in one program."""
+        s = self.shape
+        counts = {"qkv": (s.heads + 2 * s.kv_heads) * s.head_dim, "o": s.hidden, "gate_up": 2 * s.intermediate,
+                  "down": s.hidden, "head": s.vocabulary or 0}  # fmt: skip
+        return {name: ceil_div(count, s.programs) for name, count in counts.items()}
+
+    @cached_property
     def tiles(self) -> dict[str, int]:
-        """Tiles of 8 rows of each projection in one program."""
-        s, rows = self.shape, self.shape.programs * TILE_ROWS
-        return {"qkv": (s.heads + 2 * s.kv_heads) * s.head_dim // rows, "o": s.hidden // rows,
-                "gate_up": 2 * s.intermediate // rows, "down": s.hidden // rows,
-                "head": ceil_div(s.vocabulary or 0, rows)}  # fmt: skip
+        """Tiles of each projection in one program, the last one filled with zeros."""
+        tiles = {name: ceil_div(rows, self.tile_rows) for name, rows in self.rows.items()}
+        if self.packed and self.chunks["head"] == 1:
+            tiles["head"] += tiles["head"] % 2
+        return tiles
+
+    @cached_property
+    def joined(self) -> dict[str, int]:
+        """Units (a tile by ``warp_k`` columns of each warp) in one stage: two of nvfp4 where that comes out even."""
+        result = dict.fromkeys(self.tiles, 1)
+        for name, tiles in self.tiles.items() if self.packed else ():
+            chunks = self.chunks[name]
+            inner, outer = (tiles, chunks) if name == "down" else (chunks, tiles)
+            result[name] = 2 if inner % 2 == 0 or (inner == 1 and outer % 2 == 0) else 1
+        return result
 
     @cached_property
     def batch_tiles(self) -> dict[str, int]:
         """Tiles between two barriers: their sums fit the scratch memory and few rounds of one element a thread."""
         b, tiles = self.shape.max_tokens, self.tiles
         wide = {"qkv": tiles["qkv"], "o": tiles["o"], "down": tiles["down"]}
-        if b == 1:
-            return wide | {"gate_up": tiles["gate_up"], "head": largest_divisor(tiles["head"] or 1, 28)}
-        limit = max(1, 2 * THREADS // (TILE_ROWS * b))
-        return wide | {name: largest_divisor(tiles[name] or 1, limit) for name in ("gate_up", "head")}
+        limits = {"gate_up": 2 * THREADS, "head": 2 * THREADS} if b > 1 else {"gate_up": 1 << 20, "head": 224}
+        for name, limit in limits.items():
+            step = 2 if self.joined[name] == 2 and self.chunks[name] == 1 else 1
+            most = max(1, limit // (self.tile_rows * b * step))
+            wide[name] = step * largest_divisor(tiles[name] // step or 1, most)
+        return wide
+
+    @cached_property
+    def stages_of(self) -> dict[str, int]:
+        """Stages of each projection."""
+        return {name: self.tiles[name] * self.chunks[name] // self.joined[name] for name in self.tiles}
 
     @cached_property
     def layer_stages(self) -> int:
         """Stages of weights of one layer."""
-        return sum(self.tiles[name] * self.chunks[name] for name in ("qkv", "o", "gate_up", "down"))
+        return sum(self.stages_of[name] for name in ("qkv", "o", "gate_up", "down"))
 
     @cached_property
     def head_stages(self) -> int:
         """Stages of the output projection."""
-        return self.tiles["head"] * self.chunks["head"] if self.shape.has_head else 0
+        return self.stages_of["head"] if self.shape.has_head else 0
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit of weights of a warp."""
+        return self.shape.warp_k * (9 if self.packed else 2 * TILE_ROWS)
 
     @cached_property
     def stage_bytes(self) -> int:
-        """Bytes of one warp's part of a stage of weights: one bulk copy."""
-        return TILE_ROWS * self.shape.warp_k * 2
+        """Most bytes of one warp's part of a stage of weights: one bulk copy."""
+        return self.unit_bytes * max(self.joined.values())
+
+    @cached_property
+    def prefetch(self) -> tuple[int, ...]:
+        """The shape's, where all stages are alike."""
+        return (0,) * 5 if self.packed else self.shape.prefetch
 
     @cached_property
     def unit_tokens(self) -> int:
@@ -270,7 +319,7 @@ class StepPlan:
     @cached_property
     def scratch_bytes(self) -> int:
         """Bytes of one of the two scratch buffers: sums of 8 warps, or their attention results."""
-        rows = TILE_ROWS * max(self.batch_tiles.values())
+        rows = self.tile_rows * max(self.batch_tiles.values())
         sums = WARPS * self.shape.max_tokens * rows * 4
         return sums if self.partials_in_x else max(sums, WARPS * self._partial_bytes)
 
@@ -319,11 +368,26 @@ class StepPlan:
         return len(TRACED) * (self.shape.end - self.shape.first) + 2
 
     @cached_property
-    def stages(self) -> int:
-        """Stages of the stream of this launch."""
-        return self.layer_stages * (self.shape.end - self.shape.first) + self.head_stages
+    def layer_units(self) -> int:
+        """Units of one layer."""
+        return sum(self.tiles[name] * self.chunks[name] for name in ("qkv", "o", "gate_up", "down"))
+
+    @cached_property
+    def units(self) -> int:
+        """Units of the stream of this launch."""
+        head = self.tiles["head"] * self.chunks["head"] if self.shape.has_head else 0
+        return self.layer_units * (self.shape.end - self.shape.first) + head
 
     @cached_property
     def stream_bytes(self) -> int:
         """Size of the stream."""
-        return self.stages * self.shape.programs * WARPS * self.stage_bytes
+        return self.units * self.shape.programs * WARPS * self.unit_bytes
+
+    @cached_property
+    def gains(self) -> dict[str, int]:
+        """First of the factors of each projection's rows in those of a layer; "end" is their number."""
+        places, at = {}, 0
+        for name in ("qkv", "o", "gate_up", "down", "end"):
+            places[name] = at
+            at += self.shape.programs * self.tiles.get(name, 0) * self.tile_rows
+        return places

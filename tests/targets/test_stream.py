@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from mmcompile.core.errors import LoweringError
+from mmcompile.core.formats.nvfp4 import decode_blocks
+from mmcompile.core.formats.nvfp4_fragments import restore
 from mmcompile.emulate.faults import EmulationFault
 from mmcompile.emulate.launch import Launch
 from mmcompile.emulate.memory import DeviceMemory
@@ -16,11 +18,17 @@ from mmcompile.emulate.run import list_unknown, run_kernel
 from mmcompile.models import llama
 from mmcompile.targets._toolchain import compile_kernel
 from mmcompile.targets._tuned.stream_emit import emit_stream
-from mmcompile.targets._tuned.stream_pack import order_rows, pack_norms, pack_stream, unpack_stream
+from mmcompile.targets._tuned.stream_pack import (
+    order_rows,
+    pack_gains,
+    pack_norms,
+    pack_projection,
+    pack_stream,
+    unpack_stream,
+)
 from mmcompile.targets._tuned.stream_reference import StepInputs, run_step
 from mmcompile.targets._tuned.stream_shape import (
     FAULT_WORD,
-    PRIVATE_OFFSET,
     SHARED_BYTES,
     STAGES,
     StepPlan,
@@ -32,6 +40,7 @@ from mmcompile.targets.sm90 import TARGET
 ARCHITECTURE = TARGET.spec.architectures[0]
 TINY = StepShape(2, 256, 4, 2, 64, 256, 500, programs=4, warp_k=32, part_tokens=64)
 WIDE = StepShape(2, 256, 2, 1, 128, 512, 500, programs=4, warp_k=32, page_size=32, part_tokens=16, max_tokens=4)
+PACKED = StepShape(1, 2048, 32, 8, 64, 2048, 500, programs=8, weight_format="nvfp4")
 LLAMA_1B = StepShape(16, 2048, 32, 8, 64, 8192, 128256)
 LLAMA_8B = StepShape(32, 4096, 32, 8, 128, 14336, 128256)
 
@@ -49,6 +58,19 @@ def make_weights(s: StepShape) -> tuple[dict[tuple[str, int], torch.Tensor], dic
     weights["head", s.layers] = draw(s.vocabulary or 8, s.hidden)
     names = [(n, i) for i in range(s.layers) for n in ("input", "after")] + [("final", s.layers)]
     return weights, {name: (1 + 0.2 * torch.randn(s.hidden, generator=generator)).bfloat16() for name in names}
+
+
+def make_codes(weights: dict[tuple[str, int], torch.Tensor]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Random NVFP4 weights of the same shapes (packed, scale, global scale), and their values."""
+    generator = torch.Generator().manual_seed(4)
+    coded, values = {}, {}
+    for name, weight in weights.items():
+        rows, k = weight.shape
+        packed = torch.randint(0, 256, (rows, k // 2), generator=generator).to(torch.uint8)
+        scale = (torch.rand(rows, k // 16, generator=generator) * 2 + 0.1).to(torch.float8_e4m3fn)
+        factor = (torch.rand(rows, generator=generator) + 0.5) / (3 * math.sqrt(k))
+        coded[name], values[name] = (packed, scale, factor), decode_blocks(packed, scale) * factor[:, None]
+    return coded, values
 
 
 def make_inputs(s: StepShape, lengths: list[int]) -> tuple[StepInputs, torch.Tensor, torch.Tensor]:
@@ -89,10 +111,15 @@ class Device:
         self.shape, self.plan, self.memory = s, StepPlan(s), DeviceMemory()
         self.weights, self.norms = make_weights(s)
         self.inputs, embedding, ids = make_inputs(s, lengths)
+        packed: dict[str, Any] = {}
+        if s.weight_format == "nvfp4":
+            coded, self.weights = make_codes(self.weights)
+            packed = {"stream": pack_stream(s, coded), "gains": pack_gains(s, coded)}
         source = emit_stream(s, ARCHITECTURE)
         self.compiled = compile_kernel(source, ARCHITECTURE, TARGET.spec)
         values: dict[str, Any] = {
-            "stream": pack_stream(s, self.weights), "norms": pack_norms(s, self.norms), "embedding": embedding,
+            "stream": packed or pack_stream(s, self.weights),
+            "norms": pack_norms(s, self.norms), "embedding": embedding,
             "residual": self.inputs.start, "table": self.inputs.table, "input_ids": ids,
             "positions": self.inputs.positions, "slot_mapping": self.inputs.slot_mapping,
             "block_table": self.inputs.block_table, "seq_lens": self.inputs.seq_lens,
@@ -100,7 +127,7 @@ class Device:
             "result": torch.zeros(len(lengths), s.vocabulary if s.has_head else s.hidden).bfloat16(),
             "max_blocks": self.inputs.block_table.shape[1],
         }  # fmt: skip
-        values |= {f"kv_cache.{i}": cache for i, cache in enumerate(self.inputs.caches)}
+        values |= {f"kv_cache.{i}": cache for i, cache in enumerate(self.inputs.caches)} | packed
         self.places, self.arguments = {}, []
         for parameter in source.parameters:
             value = values[parameter.value]
@@ -156,6 +183,28 @@ def test_row_orders_are_permutations(role):
         assert torch.equal(order[1::2] - order[::2], torch.full((len(order) // 2,), 64))
 
 
+@pytest.mark.parametrize("role", ["qkv", "gate_up", "down"])
+def test_units_of_nvfp4_hold_the_weights(role):
+    shape = dataclasses.replace(PACKED, programs=32) if role == "qkv" else PACKED
+    plan, generator = StepPlan(shape), torch.Generator().manual_seed(1)
+    rows, k = plan.rows[role] * shape.programs, 2048
+    packed = torch.randint(0, 256, (rows, k // 2), generator=generator).to(torch.uint8)
+    scale = torch.randint(0, 120, (rows, k // 16), generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
+    units = pack_projection(shape, role, (packed, scale, torch.ones(rows)))
+    units = units.view(-1, shape.programs, 8, plan.joined[role], plan.unit_bytes)
+    order = order_rows(shape, role)
+    for stage, program, warp, unit in ((0, 0, 0, 0), (0, 5, 3, 0), (len(units) - 1, 7, 7, plan.joined[role] - 1)):
+        first = program * plan.rows[role] + (stage * plan.joined[role] + unit) * 16  # all columns are one chunk
+        places = order[first : min(first + 16, (program + 1) * plan.rows[role])]
+        codes = restore(units[stage, program, warp, unit, :2048].view(16, 128), "float16")
+        assert torch.equal(codes[: len(places)], packed[places, 128 * warp : 128 * (warp + 1)])
+        scales = restore(units[stage, program, warp, unit, 2048:].view(torch.float8_e4m3fn).view(16, 16), "float16")
+        assert torch.equal(
+            scales[: len(places)].view(torch.uint8), scale[places, 16 * warp :][:, :16].view(torch.uint8)
+        )
+        assert not codes[len(places) :].any()
+
+
 def test_reference_is_the_model():
     config = llama.LlamaConfig(500, 256, 256, 2, 4, 2, 64, 64, rope_theta=10000.0)
     model = llama.build(config)
@@ -167,7 +216,7 @@ def test_reference_is_the_model():
         weights["o", i], weights["down", i] = a.o_proj.weight, m.down_proj.weight
         weights["gate_up", i] = torch.cat([m.gate_proj.weight, m.up_proj.weight])
         norms["input", i], norms["after", i] = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-    ids, count = torch.randint(0, 500, (7,)), 7
+    ids, count = torch.randint(0, 500, (4,)), 4
     angles = torch.arange(count)[:, None] * llama.rotary_frequencies(config)
     caches = [torch.zeros(1, 2, 16, 128) for _ in range(2)]
     with torch.no_grad():
@@ -181,9 +230,10 @@ def test_reference_is_the_model():
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+@pytest.mark.parametrize("weight_format", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("shape", [LLAMA_1B, LLAMA_8B])
-def test_llama_shapes_are_served(shape, tokens):
-    shape = dataclasses.replace(shape, max_tokens=tokens)
+def test_llama_shapes_are_served(shape, weight_format, tokens):
+    shape = dataclasses.replace(shape, max_tokens=tokens, weight_format=weight_format)
     assert refuse_stream(shape, ARCHITECTURE) is None
     assert StepPlan(shape).shared_bytes <= SHARED_BYTES
     source = emit_stream(shape, ARCHITECTURE)
@@ -204,6 +254,7 @@ def test_llama_shapes_are_served(shape, tokens):
         ({"page_size": 8}, "pages of 8"),
         ({"cache_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"weight_format": "nvfp5"}, "nvfp5"),
+        ({"weight_format": "nvfp4", "warp_k": 128}, "256 columns"),
         ({"first": 16}, "layers 16"),
         ({"warp_k": 96}, "warp_k"),
     ],
@@ -225,6 +276,7 @@ CASES = {
     ),
     "first layer to a residual": (dataclasses.replace(TINY, last=0), [65]),
     "two chunks of columns": (StepShape(1, 1024, 8, 4, 64, 512, 300, programs=4, warp_k=64), [30]),
+    "nvfp4": (PACKED, [40]),
 }  # fmt: skip
 
 
@@ -234,11 +286,12 @@ def test_emulated_step(case):
     shape, lengths = CASES[case]
     device = Device(shape, lengths)
     facts = device.compiled.metadata
-    assert facts["shared"] <= PRIVATE_OFFSET and not facts["spills"]
+    assert facts["shared"] == device.plan.shared_bytes and not facts["spills"]
     assert not list_unknown(device.compiled.assembly, facts["name"])
     wanted, caches = device.run_reference(torch.float32)
     rounded, _ = device.run_reference(torch.bfloat16)
-    runs = [device.run(seed, late=late, check_races=seed == 0) for seed, late in ((0, False), (1, True), (2, False))]
+    orders = ((0, False), (1, True), (2, False))[: 2 if shape.weight_format == "nvfp4" else 3]
+    runs = [device.run(seed, late=late, check_races=seed == 0) for seed, late in orders]
     alive = [b for b, n in enumerate(lengths) if n]
     # Each row rounds where bf16 torch does, or less often.
     assert measure_error(runs[0][alive].float(), wanted[alive]) < 1.2 * measure_error(
