@@ -54,8 +54,9 @@ def special(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("tag", [nvfp4_cache.INDEX, nvfp4_cache.SM90_INDEX])
+@pytest.mark.parametrize(("tag", "dtype"), [
+    pytest.param(nvfp4_cache.INDEX, F32, marks=pytest.mark.slow), (nvfp4_cache.SM90_INDEX, BF16),
+])
 def test_index_keys_are_the_quantizers_bytes(runner, tag, dtype):
     _, d = sizes_of(tag)
     tensors = {"index_k": special(noise(7, d, seed=1, dtype=dtype)), "index_cache": make_cache(tag),
@@ -65,7 +66,7 @@ def test_index_keys_are_the_quantizers_bytes(runner, tag, dtype):
     assert not torch.equal(outcome.tensors["index_cache"], make_cache(tag))
 
 
-@pytest.mark.parametrize("tag", KV)
+@pytest.mark.parametrize("tag", SLOW_KV)
 def test_keys_and_values_are_the_quantizers_bytes(runner, tag):
     _, d = sizes_of(tag)
     tensors = {"k": special(noise(7, 4, d, seed=1))[:, :3], "v": special(noise(7, 3, d, seed=2)),
@@ -88,8 +89,8 @@ def make_fused(tag: str, heads: int, kv_heads: int, d: int, rotary: int, tokens:
 
 
 @pytest.mark.parametrize(("tag", "d", "rotary"), [
-    (nvfp4_cache.TOKEN_QUAD, 64, 64),
-    pytest.param(nvfp4_cache.LINEAR, 16, 8, marks=pytest.mark.slow),
+    pytest.param(nvfp4_cache.TOKEN_QUAD, 64, 64, marks=pytest.mark.slow),
+    (nvfp4_cache.LINEAR, 16, 8),
     pytest.param(nvfp4_cache.LINEAR, 64, 24, marks=pytest.mark.slow),
     pytest.param(nvfp4_cache.SM90, 128, 64, marks=pytest.mark.slow),
 ])
@@ -123,7 +124,8 @@ def make_index(tag: str, kv_heads: int, d: int, rotary: int, tokens: int = 7) ->
     return make_fused(tag, 3, kv_heads, d, rotary, tokens) | norms | {"index_cache": index_cache}
 
 
-@pytest.mark.parametrize("tag", SLOW_KV)
+@pytest.mark.slow
+@pytest.mark.parametrize("tag", KV)
 def test_normed_heads_go_into_both_caches(runner, tag):
     _, d = sizes_of(tag)
     tensors = {"qkv": noise(7, 9 * d, seed=5)} | make_index(tag, 2, d, d // 2)
@@ -141,10 +143,9 @@ def find(templates: tuple[Any, ...], name: str) -> Any:
 
 
 @pytest.mark.parametrize(("tag", "d", "rotary"), [
-    (nvfp4_cache.TOKEN_QUAD, 64, 64),
-    pytest.param(nvfp4_cache.LINEAR, 16, 8, marks=pytest.mark.slow),
-    pytest.param(nvfp4_cache.SM90, 128, 128, marks=pytest.mark.slow),
+    (nvfp4_cache.TOKEN_QUAD, 64, 64), (nvfp4_cache.LINEAR, 16, 8), (nvfp4_cache.SM90, 128, 128),
 ])
+@pytest.mark.slow
 def test_projected_heads(runner, tag, d, rotary):
     weight = noise(4 * d, 64, seed=6, dtype=F32) / 8
     packed = dict(zip(("packed", "scale", "global_scale"), nvfp4_quantize(weight), strict=True))

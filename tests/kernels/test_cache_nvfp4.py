@@ -66,7 +66,8 @@ def make_query(tokens: int, heads: int, d: int, dtype: torch.dtype = torch.bfloa
     return torch.randn((tokens, heads, d), generator=torch.Generator().manual_seed(9)).to(dtype)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [PLACES[0], *(pytest.param(*p.values, id=p.id, marks=pytest.mark.slow)
+                                               for p in PLACES[1:])])
 @pytest.mark.parametrize("template", [SCORE, SCORE_PREFILL], ids=lambda t: t.name)
 def test_scores_are_of_the_exact_keys(runner, template, place):
     check_scores(runner, template, nvfp4_cache.INDEX, [33, 0, 16, 5], [2, 1, 1, 1], place)
@@ -93,7 +94,8 @@ def check_scores(runner, template, tag, lengths, new, place):
 
 @pytest.mark.parametrize("tag", [nvfp4_cache.TOKEN_QUAD,
                                  *(pytest.param(t, marks=pytest.mark.slow) for t in (KV[0], KV[2]))])
-@pytest.mark.parametrize("template", [SPARSE, SPARSE_PREFILL], ids=lambda t: t.name)
+@pytest.mark.parametrize("template", [pytest.param(SPARSE, marks=pytest.mark.slow), SPARSE_PREFILL],
+                         ids=lambda t: t.name)
 def test_block_sparse_attention_reads_the_layout(runner, template, tag):
     page, d = sizes_of(tag)
     lengths, new = [2 * page + 1, 0, page, 5], [2, 1, 1, 1]
@@ -109,14 +111,15 @@ def test_block_sparse_attention_reads_the_layout(runner, template, tag):
 
 @pytest.mark.parametrize("tag", [nvfp4_cache.TOKEN_QUAD,
                                  *(pytest.param(t, marks=pytest.mark.slow) for t in (KV[0], KV[2]))])
-@pytest.mark.parametrize("template", [DENSE, DENSE_SINGLE, DENSE_PREFILL], ids=lambda t: t.name)
+@pytest.mark.parametrize("template", [pytest.param(DENSE, marks=pytest.mark.slow), DENSE_SINGLE, DENSE_PREFILL],
+                         ids=lambda t: t.name)
 def test_dense_attention_reads_the_layout(runner, template, tag):
     page, d = sizes_of(tag)
     prefill = template is DENSE_PREFILL
     lengths, new = [2 * page + 1, 0, page, 5], [20, 0, 1, 3] if prefill else [1, 1, 1, 1]
     cache, table = make_pages(tag, lengths, 2, 4)
     tensors = {"q": make_query(sum(new), 4, d), "kv_cache": cache, "block_table": table, **make_spans(lengths, new)}
-    for window in (0, page + 3):
+    for window in (0, page + 3) if prefill else (0,):
         outcome = run(runner, template, tensors, {"layout": tag, "scale": d**-0.5, "window": window})
         assert outcome.errors[0] < 1e-2
 
