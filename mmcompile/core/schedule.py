@@ -115,7 +115,7 @@ def find_conflicts(accesses: Sequence[Sequence[Access]]) -> list[list[int]]:
 
 
 def refuse_clobbered(accesses: Sequence[Sequence[Access]], names: Sequence[str]) -> None:
-    """Refuse stages that find something else where they expect a buffer.
+    """Refuse stages that find something else where they expect a buffer, or write one of their buffers over another.
 
     Every access must find the bytes that the buffer of its name was last written with, in the order of the stages.
     Raises LoweringError that names the reader and who wrote another buffer there.
@@ -123,6 +123,7 @@ def refuse_clobbered(accesses: Sequence[Sequence[Access]], names: Sequence[str])
     writes: dict[str, list[tuple[int, Access]]] = {}
     written: set[str] = set()
     for index, own in enumerate(accesses):
+        _refuse_overlaps(own, f"stage {index} ({names[index]})")
         for access in own:
             if access.writes and access.name not in written:
                 continue
@@ -137,6 +138,17 @@ def refuse_clobbered(accesses: Sequence[Sequence[Access]], names: Sequence[str])
             if access.writes:
                 writes.setdefault(access.space, []).append((index, access))
                 written.add(access.name)
+
+
+def _refuse_overlaps(accesses: Sequence[Access], stage: str) -> None:
+    """Programs of one stage run in any order, so what it writes must not lie on another buffer that it touches."""
+    for number, access in enumerate(accesses):
+        for other in accesses[:number]:
+            if access.name != other.name and access.conflicts(other):
+                raise LoweringError(
+                    f"{stage} writes where it also touches another buffer: {other.name} and {access.name} overlap",
+                    fix="place buffers that are alive together apart",
+                )
 
 
 def _overlap(one: Access, other: Access) -> bool:

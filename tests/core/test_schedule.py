@@ -122,7 +122,9 @@ def test_a_buffer_is_reused_after_its_last_reader() -> None:
              named("w", 0, 8, True), named("w", 0, 8, True)]  # fmt: skip
     names = [f"s{i}" for i in range(len(right))]
     refuse_clobbered(right, names)
-    refuse_clobbered([[*named("in", 0, 8, False), *named("out", 0, 8, True)], named("out", 0, 8, False)], names)
+    refuse_clobbered([[*named("in", 0, 8, False), *named("out", 8, 8, True)], named("out", 8, 8, False)], names)
+    with pytest.raises(LoweringError, match=r"stage 0 \(s0\) writes .*: in and out overlap"):
+        refuse_clobbered([[*named("in", 0, 8, False), *named("out", 7, 8, True)]], names)
 
 
 @pytest.mark.parametrize("writes", [False, True])
