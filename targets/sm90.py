@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmcompile.core.formats.nvfp4_cache import SM90, SM90_INDEX
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._features import HOPPER, minimum_ptx
 from mmcompile.targets._target import Target
@@ -28,6 +29,7 @@ TARGET = Target(
             ("float8_e4m3fn", "float8_e4m3fn"): tuple((64, n, 32) for n in _WGMMA_N),
         },
         scale_formats=(),
+        cache_layouts=(SM90, SM90_INDEX),
         driver="NVIDIA driver 580 (CUDA 13.0) or newer",
         executed_on="NVIDIA H200",
     )

@@ -26,10 +26,14 @@ from mmcompile.targets._kernels import (
     two_step,
 )
 from mmcompile.targets._tuned import linear_fragments
+from mmcompile.targets._tuned import sparse_attention as tuned_sparse_attention
+from mmcompile.targets._tuned import sparse_index as tuned_sparse_index
 
 _TEMPLATES: tuple[KernelTemplate, ...] = (
     *linear_fragments.TEMPLATES,
     *linear_fragments.QKV,
+    *tuned_sparse_attention.TEMPLATES,
+    *tuned_sparse_index.TEMPLATES,
     *norm.TEMPLATES,
     *linear.TEMPLATES,
     *linear_nvfp4.TEMPLATES,

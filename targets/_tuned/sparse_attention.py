@@ -1,0 +1,164 @@
+"""Tuned block-sparse decode attention over NVFP4 pages in lane order, for Hopper."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mmcompile.core.formats.nvfp4_cache import SM90
+from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Parameter, Scratch
+from mmcompile.core.spec import Architecture, TargetSpec
+from mmcompile.targets._emit import emit_kernel
+from mmcompile.targets._kernels.common import kernel_name, need, next_power_of_two, pointer, symbol_parameters
+from mmcompile.targets._tuned import sparse_ptx
+from mmcompile.targets._tuned.sparse_lanes import tile_attend_lanes, tile_merge_lanes
+
+GROUP, HEAD_DIM, PAGE_SIZE = 16, 128, 128
+LARGEST_SELECTION = 16
+OWNERS = 128
+_RUN_BYTES = 9216  # of one side of a head's page
+_DECODED = 256.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the work on a token and KV head is cut: warps a program, programs, whether loads run ahead a step."""
+
+    warps: int
+    splits: int
+    ahead: bool
+    max_registers: int | None = None
+
+
+CONFIGS = (
+    (1, Config(2, 32, True)),
+    (4, Config(2, 16, True)),
+    (8, Config(1, 16, True)),
+    (16, Config(4, 4, True)),
+    (32, Config(8, 1, True)),
+    (64, Config(8, 1, False, 128)),
+    (128, Config(4, 1, False, 128)),
+    (None, Config(2, 1, False, 128)),
+)
+"""(largest token count, the fastest of up to ten cuts on an H200 there); docs/measurements.md has some of the others."""
+
+
+def _refuse(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
+    missing = sorted(sparse_ptx.FEATURES - architecture.features)
+    if missing:
+        return f"{architecture.name} lacks {missing[0]}"
+    if call.attributes.get("layout") != SM90 or need(call, "kv_cache").dtype != "uint8":
+        return f"the cache is not in the layout {SM90!r}"
+    if call.attributes.get("phase", "decode") != "decode":
+        return "for the decode phase"
+    q, cache, blocks = need(call, "q"), need(call, "kv_cache"), need(call, "blocks")
+    if q.dtype != "bfloat16" or blocks.dtype != "int32":
+        return f"q is {q.dtype} and blocks {blocks.dtype}, not bfloat16 and int32"
+    if any(need(call, name).dtype != "int32" or need(call, name).strides[-1] != 1
+           for name in ("block_table", "seq_lens", "query_start")):  # fmt: skip
+        return "block_table, seq_lens and query_start must be int32 with a last stride of 1"
+    fixed = (*q.shape[1:], *q.strides, *cache.shape[1:], *cache.strides, *blocks.shape[1:], *blocks.strides)
+    if not all(isinstance(n, int) for n in fixed):
+        return "the sizes and strides of q, kv_cache and blocks must be numbers"
+    return _refuse_sizes(call)
+
+
+def _refuse_sizes(call: OpCall) -> str | None:
+    q, cache, blocks = need(call, "q"), need(call, "kv_cache"), need(call, "blocks")
+    kv_heads = int(cache.shape[1]) // 2
+    if tuple(cache.shape[2:]) != (PAGE_SIZE, 72) or tuple(cache.strides[1:]) != (_RUN_BYTES, 72, 1):
+        return "pages of the cache are not 128 rows of 72 bytes, one run after the other"
+    if int(cache.strides[0]) % 16:
+        return "pages of the cache do not begin at multiples of 16 bytes"
+    if q.shape[2] != HEAD_DIM or int(q.shape[1]) != GROUP * kv_heads:
+        return f"q has {q.shape[1]} heads of {q.shape[2]}, not {GROUP} of {HEAD_DIM} for each of {kv_heads} KV heads"
+    if int(q.strides[0]) % 8 or int(q.strides[1]) % 8 or q.strides[2] != 1:
+        return "rows of q do not begin at multiples of 16 bytes"
+    if int(blocks.shape[2]) > LARGEST_SELECTION or blocks.strides[2] != 1 or kv_heads % int(blocks.shape[1]):
+        return f"{blocks.shape[2]} blocks a selection, above {LARGEST_SELECTION}, or not one after the other"
+    return None
+
+
+def _assembly(call: OpCall, config: Config) -> dict[str, str]:
+    """The inline assembly, by the parameter of the tile that takes it."""
+    factor = float(call.attributes["scale"]) * math.log2(math.e) * _DECODED
+    turns = -(-4 * LARGEST_SELECTION // (config.warps * config.splits))
+    # weights up to 2^shift times values up to 10.5 (2688 / 256), summed over the tokens of a warp, stay below 65504
+    shift = int(math.log2(65504 / (10.5 * 32 * turns)))
+    texts = {
+        "SCALE_QUERY": [sparse_ptx.scale_query(factor)],
+        "SHUFFLE": [sparse_ptx.shuffle()],
+        "HOLD": [sparse_ptx.hold_loads()],
+        "SPLIT_SCALES": [sparse_ptx.split_scales()],
+        "SCORE_TILES": [sparse_ptx.score_tiles(0), sparse_ptx.score_tiles(2)],
+        "UPDATE_SOFTMAX": [sparse_ptx.update_softmax(shift)],
+        "DECAY_SUMS": [sparse_ptx.decay_sums()],
+        "ADD_VALUES": [sparse_ptx.add_values(half, quarter) for half in range(2) for quarter in range(4)],
+        "SUM_QUADS": [sparse_ptx.sum_quads()],
+        "STORE_ROWS": [sparse_ptx.store_rows(0), sparse_ptx.store_rows(1)],
+        "STORE_WEIGHT": [sparse_ptx.store_weight()],
+    }
+    return {name: sparse_ptx.as_constant(*parts) for name, parts in texts.items()}
+
+
+_PARTIALS = (Parameter("partial", "*bf16", "scratch:partial"), Parameter("weights", "*fp32", "scratch:weights"))
+
+
+def _emit_attend(call: OpCall, config: Config, architecture: Architecture) -> KernelSource:
+    q, cache, blocks, table = (need(call, name) for name in ("q", "kv_cache", "blocks", "block_table"))
+    (result,), kv_heads = call.results, int(cache.shape[1]) // 2
+    constants = {
+        "Q_STRIDE": q.strides[0], "Q_HEAD_STRIDE": q.strides[1], "PAGE_WORDS": int(cache.strides[0]) // 4,
+        "CHOSEN_STRIDE": blocks.strides[0], "SELECTION_STRIDE": blocks.strides[1], "COUNT": int(blocks.shape[2]),
+        "SHARING": kv_heads // int(blocks.shape[1]), "KV_HEADS": kv_heads, "SPLITS": config.splits,
+        "WARPS": config.warps, "AHEAD": config.ahead, "OWNERS": OWNERS,
+    } | _assembly(call, config)  # fmt: skip
+    inputs = [pointer(n, need(call, n)) for n in ("q", "kv_cache", "blocks", "block_table", "seq_lens", "query_start")]
+    source = emit_kernel(
+        name=kernel_name("block_sparse_attention_lanes_nvfp4", f"{q.shape[1]}x{kv_heads}x{HEAD_DIM}",
+                         f"{blocks.shape[2]}pages", f"warps{config.warps}", f"split{config.splits}"),
+        title="Block-sparse attention over NVFP4 pages in lane order: one part of the blocks of one token and KV head.",
+        tiles=[tile_attend_lanes], constants=constants,
+        parameters=[*inputs, pointer("result", result), *_PARTIALS,
+                    *symbol_parameters("batch", q.shape[0], table.strides[0])],
+        body=f"""
+            tile_attend_lanes(tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1), q, kv_cache,
+                              blocks, block_table, {table.strides[0]}, seq_lens, query_start, batch, {q.shape[0]},
+                              result, partial, weights, {", ".join(constants)})
+        """,
+        grid=(f"{kv_heads}*{q.shape[0]}", str(config.splits), "1"), num_warps=config.warps, num_stages=1,
+        early=architecture, ledger={"HMMA.16816.F32": True, "HMMA.16816.F16": True},
+    )  # fmt: skip
+    return replace(source, lanes=True, max_registers=config.max_registers)
+
+
+def _emit_merge(call: OpCall, config: Config, architecture: Architecture) -> KernelSource:
+    q, (result,), parts = need(call, "q"), call.results, config.warps * config.splits
+    constants = {"PARTS": parts, "PARTS_BLOCK": next_power_of_two(parts)}
+    return emit_kernel(
+        name=kernel_name("block_sparse_attention_lanes_merge", parts),
+        title="Block-sparse attention: merge the parts of one token and head.",
+        tiles=[tile_merge_lanes], constants=constants, parameters=[*_PARTIALS, pointer("result", result)],
+        body="tile_merge_lanes(tl.program_id(0), tl.program_id(1), partial, weights, result, PARTS, PARTS_BLOCK)",
+        grid=(f"{int(q.shape[1]) // GROUP}*{q.shape[0]}", str(GROUP), "1"), num_warps=1 if parts <= 16 else 4,
+        early=architecture,
+    )
+
+
+def _emit(config: Config, call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
+    attend = _emit_attend(call, config, architecture)
+    return (attend,) if config.splits == 1 else (attend, _emit_merge(call, config, architecture))
+
+
+def _scratch(config: Config, call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
+    q = need(call, "q")
+    rows = (q.shape[0], int(q.shape[1]) // GROUP, config.warps * config.splits, GROUP)
+    return Scratch("partial", (*rows, HEAD_DIM), "bfloat16"), Scratch("weights", rows, "float32")
+
+
+TEMPLATES = tuple(
+    KernelTemplate(f"paged_block_sparse_attention_lanes{tokens or ''}", "paged_block_sparse_attention", _refuse,
+                   partial(_emit, config), partial(_scratch, config), max_tokens=tokens, grade="tuned")
+    for tokens, config in CONFIGS
+)  # fmt: skip
