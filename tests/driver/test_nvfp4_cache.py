@@ -27,6 +27,7 @@ from mmcompile.driver.doors import open_door
 from mmcompile.driver.pack import hash_files
 from mmcompile.driver.rewrite import rewrite_model
 from mmcompile.driver.summary import read_passes, summarise
+from mmcompile.driver.verify import verify_artifact
 from mmcompile.lower.plan import lower_model
 from mmcompile.models import minimax_m3
 from mmcompile.runtime import SamplingParams
@@ -145,6 +146,19 @@ def test_every_target_has_its_layout(tmp_path):
             assert named
             for name, attribute in named.items():
                 assert launch.attributes[attribute] == tags[launch.inputs[name].buffer]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [TINY, HEADS])
+@pytest.mark.parametrize("target", ["sm90", "sm100", "sm107", "gfx950"])
+def test_kernels_of_every_target_agree_with_the_references(tmp_path, model, target):
+    """Sources in the interpreter and assembly in the emulators, tails of pages full of NaN; nothing runs otherwise."""
+    options = SMALL | {"targets": (target,), "dtype": "bfloat16", "max_batch": 16, "strict": True}
+    path = build(model, tmp_path / "out", BuildOptions(**options))
+    verdicts = verify_artifact(path, kernel_pattern="*nvfp4*", quick=True)
+    assert [v for v in verdicts if v.verdict != "ok"] == []
+    proven = {v.op for v in verdicts}
+    assert proven >= {"mm.qk_norm_rope_insert_index", "mm.paged_index_score", "mm.paged_block_sparse_attention"}
 
 
 @pytest.mark.slow

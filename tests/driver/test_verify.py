@@ -73,8 +73,9 @@ def verify_one(folder: Path, kernel: str) -> list[KernelVerdict]:
         {"quantization": "none"},
         {"quantization": "none", "dtype": "float32"},
         {"quantization": "none", "cache_dtype": "float8_e4m3fn"},
+        {"quantization": "none", "cache_dtype": "nvfp4"},
     ],
-    ids=["nvfp4", "bf16", "fp32", "fp8-cache"],
+    ids=["nvfp4", "bf16", "fp32", "fp8-cache", "nvfp4-cache"],
 )
 def test_every_kernel_of_a_sound_artifact_passes(tiny: Callable[..., Path], options: dict[str, Any]) -> None:
     steps: dict[str, list[tuple[int, int]]] = {}
