@@ -236,3 +236,16 @@ def test_wrong_index_cache_head_size_and_dtype():
     with pytest.raises(ValueError, match="got torch.int8"):
         cache_format.read_index(torch.zeros(1, 8, 72, dtype=torch.int8), cache_format.INDEX, torch.tensor([0]))
     assert cache_format.row_bytes(128) == 72
+
+
+def test_products_of_codes_and_scales_are_exact_in_bf16_and_fp16_but_not_in_e4m3():
+    """Why no kernel of an exact operation decodes with QMUL4, whose results are e4m3 (see targets/_kernels)."""
+    magnitudes = nvfp4.decode_e2m1(torch.arange(8, dtype=torch.uint8))
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    products = (magnitudes[:, None] * scales).flatten()
+    assert torch.equal(products.bfloat16().float(), products) and torch.equal(products.half().float(), products)
+    rounded = products.clamp(max=448.0).to(torch.float8_e4m3fn).float()
+    assert int((rounded == products).sum()) == 741 and len(products) == 1016
+    below = products <= 448.0
+    error = (rounded - products).abs()[below & (products > 0)] / products[below & (products > 0)]
+    assert float(error.max()) > 2.0**-5 and float(products.max()) == 2688.0
