@@ -12,7 +12,6 @@ from mmcompile.core.ops.define import get_op
 from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Phase, Plan, Schedule, Stage, View
 from mmcompile.core.schedule import (
     MOST_ARGUMENTS,
-    MOST_TOKENS,
     Access,
     Placed,
     choose_waits,
@@ -64,9 +63,9 @@ def find_merge(schedule: Schedule) -> Merge:
 def propose_merges(phase: Phase, stages: Stages) -> tuple[list[Merge], str]:
     """For every range of token counts up to 16 the longest run of launches to merge, and why others cannot be."""
     limits = {c.max_tokens for choices in stages.choices for c in choices if c.max_tokens}
-    bounds = sorted({limit for limit in limits if limit < MOST_TOKENS} | {REPLICATED_TOKENS, MOST_TOKENS})
+    inner = {limit for limit in (REPLICATED_TOKENS, *limits) if limit < stages.most}
     merges, reasons, low = [], {}, 1
-    for high in bounds:
+    for high in sorted(inner | {stages.most}):
         run: list[tuple[int, KernelLaunch]] = []
         best: list[tuple[int, KernelLaunch]] = []
         for index, (launch, choices) in enumerate(zip(phase.launches, stages.choices, strict=True)):

@@ -44,8 +44,12 @@ class LoweredPhase:
 
 @dataclass
 class Stages:
-    """Kernels that each launch would be made of inside a merged one, or why there are none, and their sources."""
+    """Kernels that each launch would be made of inside a merged one, or why there are none, and their sources.
 
+    ``most``: tokens that they have to serve.
+    """
+
+    most: int
     choices: list[tuple[Choice, ...]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     sources: dict[str, KernelSource] = field(default_factory=dict)
@@ -102,7 +106,7 @@ class PhaseLowering:
 
     def _choose_stages(self, selector: Selector, refuse: RefuseSource) -> Stages:
         """For every launch the kernels that would be its stages for up to ``MOST_TOKENS`` tokens."""
-        found = Stages()
+        found = Stages(min(MOST_TOKENS, self.symbols.get("tokens", MOST_TOKENS)))
         for launch in self.launches:
             selected, reason = self.find_kernels(launch, selector, refuse=refuse)
             choices = tuple(self._bind(launch.name, s, launch.inputs, launch.outputs, found.sources) for s in selected)
@@ -241,7 +245,7 @@ class PhaseLowering:
         if refuse is None:
             return selector.select(call, self.symbols.get("tokens"))
         call = replace(call, attributes=call.attributes | {"warps": STAGE_WARPS})
-        return selector.select(call, MOST_TOKENS, refuse)
+        return selector.select(call, min(MOST_TOKENS, self.symbols.get("tokens", MOST_TOKENS)), refuse)
 
     def _find_misaligned(self, views: list[View | None]) -> str:
         """Buffer of the first view that kernels, which load 16 bytes at a time, cannot take; "" if there is none."""
