@@ -107,13 +107,11 @@ def restore_columns(first, second, HALF: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Rows [m, HEAD_DIM] in the order of their columns, of pairs of ``turn_pairs``; HALF is HEAD_DIM / 2 or / 4."""
     ROWS: tl.constexpr = first.shape[0]
     pairs = tl.join(first, second)
-    if 2 * HALF == HEAD_DIM:
-        return tl.reshape(tl.permute(pairs, (0, 2, 1)), (ROWS, HEAD_DIM))
-    parts = tl.permute(tl.reshape(pairs, (ROWS, 2, HALF, 2)), (0, 2, 3, 1))
-    turned, rest = tl.split(parts)
-    turned = tl.reshape(tl.permute(turned, (0, 2, 1)), (ROWS, 2 * HALF))
-    both = tl.join(turned, tl.reshape(rest, (ROWS, 2 * HALF)))
-    return tl.reshape(tl.permute(both, (0, 2, 1)), (ROWS, HEAD_DIM))
+    if 2 * HALF < HEAD_DIM:
+        turned, rest = tl.split(tl.permute(tl.reshape(pairs, (ROWS, 2, HALF, 2)), (0, 2, 3, 1)))
+        turned = tl.reshape(tl.permute(turned, (0, 2, 1)), (ROWS, 2 * HALF))
+        pairs = tl.join(turned, tl.reshape(rest, (ROWS, 2 * HALF)))
+    return tl.reshape(tl.permute(pairs, (0, 2, 1)), (ROWS, HEAD_DIM))
 
 
 @triton.jit

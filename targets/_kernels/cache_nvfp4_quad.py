@@ -11,8 +11,10 @@ def locate_scales(key, group, SIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_S
     """Bytes from ``base`` to the scales of rows ``key`` [n, 1] and groups ``group`` [1, g]: K by token, V in quads."""
     GROUPS: tl.constexpr = HEAD_DIM // 16
     CODES: tl.constexpr = PAGE_SIZE * (HEAD_DIM // 2)
-    if SIDE != 1:
-        return key * GROUPS + group + CODES
     SHARE: tl.constexpr = GROUPS // 4
     RUN: tl.constexpr = CODES + PAGE_SIZE * GROUPS
-    return (key // 4 * 4 + group // SHARE) * GROUPS + group % SHARE * 4 + key % 4 + (RUN + CODES)
+    if SIDE == 1:
+        place = (key // 4 * 4 + group // SHARE) * GROUPS + group % SHARE * 4 + key % 4 + (RUN + CODES)
+    else:
+        place = key * GROUPS + group + CODES
+    return place

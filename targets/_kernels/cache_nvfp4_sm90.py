@@ -12,13 +12,14 @@ import triton.language as tl
 @triton.jit
 def locate_scales(key, group, SIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Bytes from ``base`` to the scales of rows ``key`` [n, 1] and groups ``group`` [1, 8]; K and V share a page."""
-    tile, place = key // 8, key % 8
+    tile, row = key // 8, key % 8
     if SIDE == 2:
-        return 8192 + tile // 8 * 512 + (place * 4 + group % 4) * 16 + tile % 8 * 2 + group // 4
-    start = 16384 + tile // 4 * 512
-    if SIDE == 0:
-        return start + (place * 4 + group % 4) * 16 + tile % 4 * 2 + group // 4
-    return start + (group * 4 + place // 2) * 16 + 8 + tile % 4 * 2 + place % 2
+        place = 8192 + tile // 8 * 512 + (row * 4 + group % 4) * 16 + tile % 8 * 2 + group // 4
+    elif SIDE == 1:
+        place = 16384 + tile // 4 * 512 + (group * 4 + row // 2) * 16 + 8 + tile % 4 * 2 + row % 2
+    else:
+        place = 16384 + tile // 4 * 512 + (row * 4 + group % 4) * 16 + tile % 4 * 2 + group // 4
+    return place
 
 
 @triton.jit
