@@ -1,10 +1,11 @@
 """Block-sparse attention of MiniMax-M3 on an NVIDIA GPU: scores, selection, attention against bytes and torch.compile.
 
-python benchmarks/h200_msa.py kit [--batch 1 8 32 64] [--context 4096 32768 262144] [--new 1 8] [--peer eager]
+python benchmarks/h200_msa.py kit [--batch 1 8 32 64] [--context 4096 32768 262144] [--new 1 8] [--peer none]
 
 ``kit``: the folder that msa_kit.py made. Every kernel is first checked against its operation's reference. "limit" is
 the time of its bytes at the bandwidth that a copy reaches here; cold = successive calls read other pages, together
-more than the L2 cache holds.
+more than the L2 cache holds; "portable" is what --portable would choose, where that is another kernel; torch reads a
+bf16 cache where ours is NVFP4.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,15 @@ from torch import Tensor
 
 import mmcompile.core.ops  # noqa: F401
 from mmcompile.core.expression import evaluate
+from mmcompile.core.formats.nvfp4_cache import SM90, SM90_INDEX
 
 HEADS, KV_HEADS, INDEX_HEADS, HEAD_DIM, PAGE, TOP_K = 64, 4, 4, 128, 128, 16
-CACHES = ("bfloat16", "float8_e4m3fn")
+CACHES = {"bfloat16": 2.0, "float8_e4m3fn": 1.0, "nvfp4": 0.5625}
+"""Bytes of an element of the caches."""
 OPERATIONS = ("paged_index_score", "block_top_k", "paged_block_sparse_attention")
 COLD_BYTES = 256 << 20
 POOL_BYTES = 1 << 30
+LARGEST_CHECK = 1 << 22
 BOUND = 1e-2
 SELECTION = {"block_size": PAGE, "top_k": TOP_K, "local_blocks": 1, "initial_blocks": 0}
 
@@ -48,7 +53,7 @@ class Load:
         """Values of the plan's symbols."""
         return {"tokens": self.batch * self.new, "batch": self.batch, "max_blocks": -(-self.context // PAGE)}
 
-    def count_bytes(self, op: str, size: int) -> int:
+    def count_bytes(self, op: str, size: float) -> float:
         """Bytes to move: every page once, rows of queries and results; ``size``: bytes of an element of the cache."""
         tokens, blocks = self.batch * self.new, self.symbols["max_blocks"]
         scores = tokens * INDEX_HEADS * blocks * 4
@@ -78,10 +83,11 @@ class Kit:
             check(cu.cuFuncSetAttribute(function, attribute, launch["shared"]))
         return function
 
-    def find(self, op: str, cache: str, tokens: int) -> dict[str, Any]:
-        """The first entry that admits so many tokens."""
+    def find(self, op: str, cache: str, tokens: int, portable: bool = False) -> dict[str, Any]:
+        """The first entry that admits so many tokens, with tuned kernels or without."""
         return next(e for e in self._entries
-                    if (e["op"], e["cache"]) == (op, cache) and (e["max_tokens"] or 1 << 30) >= tokens)  # fmt: skip
+                    if (e["op"], e["cache"], e["portable"]) == (op, cache, portable)
+                    and (e["max_tokens"] or 1 << 30) >= tokens)  # fmt: skip
 
     def run(self, entry: dict[str, Any], values: dict[str, Any], symbols: dict[str, int]) -> None:
         """Queue the entry's launches; ``values``: tensors by what the launch passes."""
@@ -89,17 +95,32 @@ class Kit:
             given = [values.get(name, symbols.get(name)) for name in launch["arguments"]]
             kinds = [ctypes.c_int32 if isinstance(a, int) else ctypes.c_void_p for a in given] + [ctypes.c_void_p] * 2
             arguments = [a.data_ptr() if isinstance(a, Tensor) else a for a in given] + [0, 0]
+            configuration = cu.CUlaunchConfig()
             grid = [evaluate(e, symbols) for e in launch["grid"]]
-            stream = torch.cuda.current_stream().cuda_stream
-            check(cu.cuLaunchKernel(launch["function"], *grid, 32 * launch["num_warps"], 1, 1, launch["shared"], stream,
-                                    (tuple(arguments), tuple(kinds)), 0))  # fmt: skip
+            configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = grid
+            configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = 32 * launch["num_warps"], 1, 1
+            configuration.sharedMemBytes = launch["shared"]
+            configuration.hStream = cu.CUstream(torch.cuda.current_stream().cuda_stream)
+            if launch["early"]:
+                attribute = cu.CUlaunchAttribute()
+                attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                attribute.value.programmaticStreamSerializationAllowed = 1
+                configuration.attrs, configuration.numAttrs = [attribute], 1
+            check(cu.cuLaunchKernelEx(configuration, launch["function"], (tuple(arguments), tuple(kinds)), 0))
 
 
-def make_pool(shape: tuple[int, ...], cache: torch.dtype) -> Tensor:
-    """Pages [n, *shape] of random keys and values, POOL_BYTES in all."""
-    count = POOL_BYTES // (torch.Size(shape).numel() * cache.itemsize)
-    pool = torch.empty((count, *shape), dtype=cache, device="cuda")
-    for part in pool.split(max(1, count // 16)):
+def make_pool(cache: str, runs: int) -> Tensor:
+    """Pages of random rows, POOL_BYTES in all. runs: KV heads, or 0 for index keys."""
+    if cache == "nvfp4":
+        shape = (2 * runs, PAGE, 72) if runs else (PAGE, 72)
+        pool = torch.randint(0, 256, (POOL_BYTES // math.prod(shape), *shape), dtype=torch.uint8, device="cuda")
+        bytes_of_codes = 2 * PAGE * HEAD_DIM // 2 if runs else PAGE * HEAD_DIM // 2
+        scales = pool.view(len(pool), max(runs, 1), -1)[..., bytes_of_codes:]
+        scales.copy_(torch.randint(0x30, 0x48, scales.shape, dtype=torch.uint8, device="cuda"))
+        return pool
+    shape, dtype = (runs, PAGE, 2 * HEAD_DIM) if runs else (PAGE, HEAD_DIM), getattr(torch, cache)
+    pool = torch.empty((POOL_BYTES // (math.prod(shape) * dtype.itemsize), *shape), dtype=dtype, device="cuda")
+    for part in pool.split(max(1, len(pool) // 16)):
         part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16))
     return pool
 
@@ -142,13 +163,19 @@ def attend_by_torch(q: Tensor, cache: Tensor, blocks: Tensor, table: Tensor) -> 
     return out.flatten(1, 2)
 
 
-def list_operations(inputs: dict[str, Tensor], index_pool: Tensor, kv_pool: Tensor) -> dict[str, dict[str, Any]]:
+def list_operations(
+    inputs: dict[str, Tensor], cache: str, pools: dict[str, tuple[Tensor, Tensor]]
+) -> dict[str, dict[str, Any]]:
     """By operation: the operands, the attributes, and the operands of torch's function."""
     paged = {name: inputs[name] for name in ("block_table", "seq_lens", "query_start")}
+    index_pool, kv_pool = pools[cache]
+    of_index, of_kv = (SM90_INDEX, SM90) if cache == "nvfp4" else ("linear", "linear")
+    plain_index, plain_kv = pools["bfloat16" if cache == "nvfp4" else cache]
     return {
         "paged_index_score": {
-            "operands": {"index_q": inputs["index_q"], "index_cache": index_pool, **paged}, "attributes": {},
-            "peer": (score_by_torch, (inputs["index_q"], index_pool, inputs["block_table"])),
+            "operands": {"index_q": inputs["index_q"], "index_cache": index_pool, **paged},
+            "attributes": {"layout": of_index},
+            "peer": (score_by_torch, (inputs["index_q"], plain_index, inputs["block_table"] % len(plain_index))),
         },
         "block_top_k": {
             "operands": {"scores": inputs["scores"], "positions": inputs["positions"]}, "attributes": SELECTION,
@@ -156,8 +183,8 @@ def list_operations(inputs: dict[str, Tensor], index_pool: Tensor, kv_pool: Tens
         },
         "paged_block_sparse_attention": {
             "operands": {"q": inputs["q"], "kv_cache": kv_pool, "blocks": inputs["blocks"], **paged},
-            "attributes": {"scale": HEAD_DIM**-0.5},
-            "peer": (attend_by_torch, (inputs["q"], kv_pool, inputs["blocks"], inputs["block_table"])),
+            "attributes": {"scale": HEAD_DIM**-0.5, "layout": of_kv},
+            "peer": (attend_by_torch, (inputs["q"], plain_kv, inputs["blocks"], inputs["block_table"] % len(plain_kv))),
         },
     }  # fmt: skip
 
@@ -173,12 +200,6 @@ def check_result(op: str, result: Tensor, operands: dict[str, Tensor], attribute
     error = float((result.float() - want.float())[finite].norm() / want.float()[finite].norm())
     assert error < BOUND, (op, error)
     return error
-
-
-def compile_peers(mode: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """What makes torch's functions fast: torch.compile, or nothing where it cannot run."""
-    torch._dynamo.config.recompile_limit = 64
-    return (lambda f: f) if mode == "eager" else lambda f: torch.compile(f, dynamic=False, mode=mode)
 
 
 def allocate(op: str, entry: dict[str, Any], load: Load) -> dict[str, Tensor]:
@@ -197,34 +218,63 @@ def allocate(op: str, entry: dict[str, Any], load: Load) -> dict[str, Tensor]:
     return values
 
 
-def measure(kit: Kit, op: str, cache: str, load: Load, pools: tuple[Tensor, Tensor], bandwidth: float, peers: Any,
-            ) -> Iterator[list[object]]:  # fmt: skip
-    """Rows of the table for one operation and size: hot, then cold."""
-    entry, values = kit.find(op, cache, load.symbols["tokens"]), {}
-    moved = load.count_bytes(op, getattr(torch, cache).itemsize)
-    for temperature in ("hot", "cold"):
-        copies = 1 if temperature == "hot" else max(2, min(64, COLD_BYTES // moved))
-        pages = pools[0 if op == "paged_index_score" else 1].shape[0]
-        sets = [list_operations(make_inputs(load, pages), *pools)[op] for _ in range(copies)]
+@dataclass
+class Bench:
+    """What all measurements share. ``peer_times``: torch's, by what was timed."""
+
+    kit: Kit
+    pools: dict[str, tuple[Tensor, Tensor]]
+    bandwidth: float
+    mode: str
+    peer_times: dict[Any, float] = field(default_factory=dict)
+
+    def time_peer(self, op: str, cache: str, load: Load, sets: list[dict[str, Any]]) -> float:
+        """Microseconds of torch's function; nan where none is asked for, or for several new tokens."""
+        if self.mode == "none" or load.new != 1:
+            return float("nan")
+        key = (op, cache.replace("nvfp4", "bfloat16"), load, len(sets) == 1)
+        if key not in self.peer_times:
+            function = sets[0]["peer"][0]
+            if self.mode != "eager":
+                function = torch.compile(function, dynamic=False, mode=self.mode)
+            self.peer_times[key] = time_graph(lambda i: function(*sets[i]["peer"][1]), len(sets))
+        return self.peer_times[key]
+
+    def time_entry(self, entry: dict[str, Any], load: Load, sets: list[dict[str, Any]]) -> tuple[float, str]:
+        """Microseconds of a kernel, and its error against the reference where that is not too large to compute."""
+        op, symbols = entry["op"], load.symbols
         values = allocate(op, entry, load)
 
-        def call(i: int, values=values, sets=sets) -> None:
-            kit.run(entry, values | sets[i]["operands"], load.symbols)
+        def call(i: int) -> None:
+            self.kit.run(entry, values | sets[i]["operands"], symbols)
 
         call(0)
         torch.cuda.synchronize()
-        error = check_result(op, values["result"], sets[0]["operands"], sets[0]["attributes"])
-        micros, limit, peer = time_graph(call, copies), moved / bandwidth * 1e6, float("nan")
-        if load.new == 1:
-            function = peers(sets[0]["peer"][0])
-            peer = time_graph(lambda i, f=function, s=sets: f(*s[i]["peer"][1]), copies)
-        yield [f"{op} {cache}", load.batch, load.context, load.new, temperature, f"{micros:.2f}", f"{limit:.2f}",
-               f"{limit / micros:.2f}", f"{peer:.1f}", f"{peer / micros:.2f}", f"{error:.1e}"]  # fmt: skip
+        error = "-"
+        if load.batch * load.context <= LARGEST_CHECK:
+            error = f"{check_result(op, values['result'], sets[0]['operands'], sets[0]['attributes']):.1e}"
+        return time_graph(call, len(sets)), error
+
+    def measure(self, op: str, cache: str, load: Load) -> Iterator[list[object]]:
+        """Rows of the table for one operation and size: hot, then cold."""
+        chosen, portable = (self.kit.find(op, cache, load.symbols["tokens"], p) for p in (False, True))
+        moved = load.count_bytes(op, CACHES[cache])
+        pages = len(self.pools[cache][0 if op == "paged_index_score" else 1])
+        for temperature in ("hot", "cold"):
+            copies = 1 if temperature == "hot" else int(max(2, min(64, COLD_BYTES // moved)))
+            sets = [list_operations(make_inputs(load, pages), cache, self.pools)[op] for _ in range(copies)]
+            micros, error = self.time_entry(chosen, load, sets)
+            slower = float("nan")
+            if chosen["template"] != portable["template"]:
+                slower, _ = self.time_entry(portable, load, sets)
+            limit, peer = moved / self.bandwidth * 1e6, self.time_peer(op, cache, load, sets)
+            yield [f"{op} {cache}", load.batch, load.context, load.new, temperature, f"{micros:.2f}", f"{limit:.2f}",
+                   f"{limit / micros:.2f}", f"{slower:.2f}", f"{peer:.1f}", f"{peer / micros:.2f}", error]  # fmt: skip
 
 
-def list_cases() -> list[tuple[str, str]]:
-    """(operation, dtype of the cache); the selection reads no cache."""
-    return [(op, cache) for cache in CACHES for op in OPERATIONS if op != "block_top_k" or cache == CACHES[0]]
+def list_cases(caches: list[str]) -> list[tuple[str, str]]:
+    """(operation, cache); the selection reads no cache."""
+    return [(op, cache) for cache in caches for op in OPERATIONS if op != "block_top_k" or cache == caches[0]]
 
 
 def main() -> None:
@@ -234,24 +284,24 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 262144], help="multiples of 128")
     parser.add_argument("--new", type=int, nargs="+", default=[1, 8], help="new tokens a sequence")
-    parser.add_argument("--peer", default="max-autotune-no-cudagraphs", help="a mode of torch.compile, or eager")
+    parser.add_argument("--cache", nargs="+", choices=CACHES, default=list(CACHES))
+    parser.add_argument("--peer", default="max-autotune-no-cudagraphs", help="a mode of torch.compile, eager, or none")
     arguments = parser.parse_args()
     assert all(context % PAGE == 0 for context in arguments.context), "the contexts must be whole pages"
     torch.cuda.init()
+    torch._dynamo.config.recompile_limit = 64
     bandwidth = measure_copy()
     print(torch.cuda.get_device_name(), f"copy {bandwidth / 1e12:.2f} TB/s", "torch", torch.__version__, flush=True)
-    kit, peers = Kit(arguments.kit), compile_peers(arguments.peer)
-    pools = {name: (make_pool((PAGE, HEAD_DIM), getattr(torch, name)),
-                    make_pool((KV_HEADS, PAGE, 2 * HEAD_DIM), getattr(torch, name)))
-             for name in CACHES}  # fmt: skip
+    pools = {name: (make_pool(name, 0), make_pool(name, KV_HEADS)) for name in CACHES}
+    bench = Bench(Kit(arguments.kit), pools, bandwidth, arguments.peer)
     table = []
     for load in (Load(b, c, n) for n in arguments.new for c in arguments.context for b in arguments.batch):
-        for op, cache in list_cases():
-            for row in measure(kit, op, cache, load, pools[cache], bandwidth, peers):
-                print(row, flush=True)
+        for op, cache in list_cases(arguments.cache):
+            for row in bench.measure(op, cache, load):
+                print(*row, flush=True)
                 table.append(row)
-    header = ["kernel", "batch", "context", "new", "L2", "us", "limit us", "limit / ours", "torch us", "torch / ours",
-              "error"]  # fmt: skip
+    header = ["kernel", "batch", "context", "new", "L2", "us", "limit us", "limit / ours", "portable us", "torch us",
+              "torch / ours", "error"]  # fmt: skip
     print_table("Block-sparse attention, 64/4 heads of 128, 16 pages of 128", header, table)
 
 

@@ -41,7 +41,7 @@ CONFIGS = (
     (128, Config(4, 1, False, 128)),
     (None, Config(2, 1, False, 128)),
 )
-"""(largest token count, the fastest of up to ten cuts on an H200 there); docs/measurements.md has some of the others."""
+"""(largest token count, the fastest of up to ten cuts on an H200 there)."""
 
 
 def _refuse(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:

@@ -84,7 +84,8 @@ def score_blocks(first, token, queries, length, start, turns, used, ids, index_q
     own_words = lane[:, None] * 4 + register[None, :]
     query = load_columns(index_q, token, queries, first, lane // 4, (lane % 4)[:, None] * 8 + register[None, :],
                          Q_STRIDE, Q_HEAD_STRIDE, HEADS, GROUPS, SCALE_QUERY)
-    seen = length - queries + first + 1 + (register[None, :] // 2 * 8 + (lane % 4)[:, None] * 2) // HEADS
+    column = (register // 2 * 8 + register % 2)[None, :] + (lane % 4)[:, None] * 2
+    seen = length - queries + first + 1 + column // HEADS
     out = result + (token + first).to(tl.int64) * HEADS * blocks
     equal = register[None, :] * 0
     for turn in range(turns):
@@ -156,8 +157,8 @@ def _refuse(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str |
         return "the sizes and strides of index_q and index_cache must be numbers"
     if tuple(cache.shape[1:]) != (PAGE_SIZE, 72) or cache.strides[1:] != (72, 1) or int(cache.strides[0]) % 16:
         return "pages of the cache are not 128 rows of 72 bytes"
-    if q.dtype != "bfloat16" or q.shape[2] != HEAD_DIM or q.shape[1] not in (2, 4, 8):
-        return f"index_q is {q.dtype} with {q.shape[1]} heads of {q.shape[2]}, not bfloat16 with 2, 4 or 8 of 128"
+    if q.dtype != "bfloat16" or q.shape[2] != HEAD_DIM or q.shape[1] not in (1, 2, 4, 8):
+        return f"index_q is {q.dtype} with {q.shape[1]} heads of {q.shape[2]}, not bfloat16 with 1, 2, 4 or 8 of 128"
     if int(q.strides[0]) % 8 or int(q.strides[1]) % 8 or q.strides[2] != 1:
         return "rows of index_q do not begin at multiples of 16 bytes"
     return None
@@ -166,16 +167,16 @@ def _refuse(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str |
 def _emit(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
     q, cache, table = need(call, "index_q"), need(call, "index_cache"), need(call, "block_table")
     (result,) = call.results
-    tokens, blocks, resident = q.shape[0], result.shape[2], WARPS_RESIDENT * spec.units
+    tokens, heads, blocks, resident = q.shape[0], int(q.shape[1]), result.shape[2], WARPS_RESIDENT * spec.units
     constants = {
         "Q_STRIDE": q.strides[0], "Q_HEAD_STRIDE": q.strides[1], "PAGE_WORDS": int(cache.strides[0]) // 4,
-        "HEADS": int(q.shape[1]), "WARPS": WARPS, "MOST_PAGES": MOST_PAGES,
+        "HEADS": heads, "WARPS": WARPS, "MOST_PAGES": MOST_PAGES,
         "RESIDENT": resident,
         "SCALE_QUERY": sparse_ptx.as_constant(sparse_ptx.scale_query(1.0)),
         "SHUFFLE": sparse_ptx.as_constant(sparse_ptx.shuffle()),
         "HOLD": sparse_ptx.as_constant(sparse_ptx.hold_loads()),
-        "SCORE_FEW": sparse_ptx.as_constant(*(sparse_ptx.score_keys(pair, 1) for pair in range(8))),
-        "SCORE_MANY": sparse_ptx.as_constant(*(sparse_ptx.score_keys(pair, 2) for pair in range(8))),
+        "SCORE_FEW": sparse_ptx.as_constant(*(sparse_ptx.score_keys(pair, 1, heads) for pair in range(8))),
+        "SCORE_MANY": sparse_ptx.as_constant(*(sparse_ptx.score_keys(pair, 2, heads) for pair in range(8))),
         "STORE_FEW": sparse_ptx.as_constant(sparse_ptx.store_largest(1)),
         "STORE_MANY": sparse_ptx.as_constant(sparse_ptx.store_largest(2)),
     }  # fmt: skip

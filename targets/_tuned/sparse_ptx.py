@@ -231,12 +231,12 @@ def store_weight() -> Text:
     return asm.build()
 
 
-def score_keys(pair: int, groups: int) -> Text:
+def score_keys(pair: int, groups: int, heads: int) -> Text:
     """The largest scores so far of up to 16 columns (queries), and of the 16 tokens of two tiles of a page.
 
-    pair: which two tiles; groups: 1 or 2 groups of 8 columns. Operands: the tiles' words; scales of the half page; four
-    tensors (u, j) of query words a group; the largest so far, for the columns 2 t and 2 t + 1 of both groups; in the
-    first register of a group's, the visible tokens of the page for both of them. NaN stays.
+    pair: which two tiles; groups: 1 or 2 groups of 8 columns; heads: successive columns of one token. Operands: the
+    tiles' words; scales of the half page; four tensors (u, j) of query words a group; the largest so far, and the
+    visible tokens of the page, for the columns 2 t and 2 t + 1 of both groups. NaN stays.
     """
     asm = Assembly(["=&f"] * 4)
     words, scales = [asm.take("r") for _ in range(2)], asm.take("r")
@@ -261,7 +261,7 @@ def score_keys(pair: int, groups: int) -> Text:
             asm.add(f"mov.f32 ${register}, {best[register]};")
             continue
         low, high = (f"d{4 * (register // 2) + register % 2 + 2 * half}" for half in range(2))
-        seen = visible[register // 2 * 2]
+        seen = visible[register if heads == 1 else register // 2 * 2]  # two columns of one token see alike
         asm.add(
             f"setp.gt.s32 P, {seen}, w; setp.gt.s32 Q, {seen}, v;",
             f"selp.f32 {low}, {low}, {MINUS_INFINITY}, P; selp.f32 {high}, {high}, {MINUS_INFINITY}, Q;",

@@ -71,14 +71,15 @@ def make_attention(lengths: list[int], new: list[int], kv_heads: int, count: int
     return operands, torch.ops.mm.paged_block_sparse_attention(**wide, scale=SCALE)
 
 
-def make_scores(lengths: list[int], new: list[int], unowned: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+def make_scores(lengths: list[int], new: list[int], unowned: int = 0, heads: int = 4,
+                ) -> tuple[dict[str, Tensor], Tensor]:
     """The same for index scores; the last ``unowned`` queries belong to no sequence."""
     table, slots, pages = lay_out(lengths, seed=5)
     cache = torch.full((pages, PAGE, 72), NAN_BYTE, dtype=torch.uint8)
     nvfp4_cache_sm90.insert_index(cache, normal(len(slots), D, seed=6), slots)
     plain = torch.full((pages * PAGE, D), torch.nan)
     plain[slots] = nvfp4_cache_sm90.read_index(cache, torch.arange(pages))[slots]
-    operands = {"index_q": normal(sum(new) + unowned, 4, D, seed=7).bfloat16(), "index_cache": cache,
+    operands = {"index_q": normal(sum(new) + unowned, heads, D, seed=7).bfloat16(), "index_cache": cache,
                 "block_table": table, **make_spans(lengths, new)}
     wide = operands | {"index_q": operands["index_q"].float(), "index_cache": plain.view(pages, PAGE, D)}
     return operands, torch.ops.mm.paged_index_score(**wide)
@@ -137,8 +138,8 @@ def test_attention_of_every_configuration(template: KernelTemplate):
     check_attention(template, [300, 0, 2, 2100], [1, 1, 3, 8], 2, 16)
 
 
-def check_scores(lengths: list[int], new: list[int], unowned: int, spec: Any = SPEC) -> None:
-    operands, want = make_scores(lengths, new, unowned)
+def check_scores(lengths: list[int], new: list[int], unowned: int, heads: int = 4, spec: Any = SPEC) -> None:
+    operands, want = make_scores(lengths, new, unowned, heads)
     have = run(SCORES, operands, want, {"layout": nvfp4_cache.SM90_INDEX}, spec)
     finite = want.isfinite()
     assert torch.equal(have.isfinite(), finite) and torch.equal(have == -math.inf, want == -math.inf)
@@ -146,18 +147,18 @@ def check_scores(lengths: list[int], new: list[int], unowned: int, spec: Any = S
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lengths", "new", "unowned"), [
-    ([300, 0, 2, 1100], [1, 1, 3, 8], 0), ([300, 700], [1, 2], 1),
+@pytest.mark.parametrize(("lengths", "new", "unowned", "heads"), [
+    ([300, 0, 2, 1100], [1, 1, 3, 8], 0, 4), ([300, 700], [1, 2], 1, 4), ([257, 130], [9, 2], 0, 1),
 ])
-def test_scores(lengths: list[int], new: list[int], unowned: int):
-    check_scores(lengths, new, unowned)
+def test_scores(lengths: list[int], new: list[int], unowned: int, heads: int):
+    check_scores(lengths, new, unowned, heads)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("waves", [1, 16])
 def test_scores_of_more_blocks_than_warps(monkeypatch: pytest.MonkeyPatch, waves: int):
     monkeypatch.setattr(sparse_index, "WAVES", waves)
-    check_scores([300, 16389], [1, 2], 0, dataclasses.replace(SPEC, units=1))
+    check_scores([300, 16389], [1, 2], 0, 4, dataclasses.replace(SPEC, units=1))
 
 
 @pytest.mark.slow
