@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,10 +33,22 @@ MODELS: dict[str, MiniMaxM3Config] = {
     "minimax-m3.1-flash-tiny": replace(_TINY, sparse_attention_freq=(1, 1, 1)),
     # One layer with the heads, the group and the blocks of the real model, for what depends on them (cache layouts).
     "minimax-m3.1-flash-tiny-heads": replace(
-        _TINY, sparse_attention_freq=(1,), moe_layer_freq=(1,), num_layers=1, num_heads=16, num_kv_heads=1,
-        head_dim=128, rotary_dim=64, index_heads=1, index_head_dim=128, block_size=128,
+        _TINY,
+        sparse_attention_freq=(1,),
+        moe_layer_freq=(1,),
+        num_layers=1,
+        num_heads=16,
+        num_kv_heads=1,
+        head_dim=128,
+        rotary_dim=64,
+        index_heads=1,
+        index_head_dim=128,
+        block_size=128,
     ),
 }
+
+# Mixes of formats in which checkpoints are published, and how many multi-token prediction modules those hold.
+_PUBLISHED = {"minimax-m3": {"mxfp8": 1}, "minimax-m3.1-flash": {"nvfp4_mxfp8": 0}}
 
 WEIGHTS_ADVICE = "name a directory with the checkpoint instead, or build with --weights random or none"
 
@@ -51,6 +64,16 @@ def count_beside(name: str) -> dict[str, int]:
         return {}
     weights = list_checkpoint_weights({}, MODELS[name], "bf16")
     return {"vision tower": count_checkpoint_bytes(weights)["total"]}
+
+
+def count_published(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Bytes of the checkpoints of a model as they are published, by mix of formats; {} for slices and tiny models.
+
+    ``shapes``: of the text decoder's parameters; what lies beside it is counted too.
+    """
+    mixes = _PUBLISHED.get(name, {})
+    listed = {mix: list_checkpoint_weights(shapes, MODELS[name], mix, mtp_modules=n) for mix, n in mixes.items()}
+    return {mix: count_checkpoint_bytes(weights)["total"] for mix, weights in listed.items()}
 
 
 def build(config: MiniMaxM3Config) -> nn.Module:

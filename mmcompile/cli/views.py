@@ -109,6 +109,7 @@ def format_checkpoint(summary: Summary) -> str:
     stored, beside = summary["checkpoint"], summary["beside"]
     parts = [f"{form} {format_bytes(size)}" for form, size in stored.items() if form != "total"]
     parts += [f"{part} {format_bytes(size)} (not in the graph)" for part, size in beside.items()]
+    parts += [f"published in {mix}: {format_bytes(size)}" for mix, size in summary["published"].items()]
     return f"{format_bytes(stored['total'] + sum(beside.values()))}: {', '.join(parts)}"
 
 

@@ -39,11 +39,13 @@ class Counts:
         passes: launches before and after each pass, in the order of the passes.
         checkpoint: bytes of the weights in the graph by format, and "total".
         beside: bytes of what the model's checkpoint holds and the graph does not (vision tower, drafts), by part.
+        published: bytes of the model's published checkpoints by their mix of formats, counted from the graph's weights.
     """
 
     passes: list[tuple[Launches, Launches]] = field(default_factory=list)
     checkpoint: dict[str, int] = field(default_factory=dict)
     beside: dict[str, int] = field(default_factory=dict)
+    published: dict[str, int] = field(default_factory=dict)
 
 
 def count_launches(graph_module: fx.GraphModule) -> Launches:

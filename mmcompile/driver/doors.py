@@ -90,7 +90,10 @@ def _capture_named(name: str, module: ModuleType, config: Any, options: BuildOpt
         raise CheckpointError(f"there are no weights for {name!r} on this machine", fix=module.WEIGHTS_ADVICE)
     checkpoint = open_checkpoint(found) if found is not None and options.weights in ("auto", "real") else None
     captured = _capture(name, module, config, checkpoint, options)
-    captured.config["beside"] = module.count_beside(name) if hasattr(module, "count_beside") else {}
+    if hasattr(module, "count_beside"):
+        shapes = {key: tuple(p.shape) for key, p in captured.graph_module.named_parameters()}
+        captured.config["beside"] = module.count_beside(name)
+        captured.config["published"] = module.count_published(name, shapes)
     return captured
 
 

@@ -57,13 +57,15 @@ def rewrite_model(captured: Captured, options: BuildOptions, dump: Path, progres
         raise UsageError(f"options of a quantization, but none is asked for: {names}", fix="pass --quant, e.g. nvfp4")
 
     graph = current = captured.graph_module
-    counts, before = Counts(beside=captured.config.get("beside", {})), count_launches(graph)
+    outside = {key: captured.config.get(key, {}) for key in ("beside", "published")}
+    counts, before = Counts(**outside), count_launches(graph)
     weights = {name: (tuple(p.shape), p.dtype) for name, p in graph.named_parameters()}
     parameters = sum(p.numel() for p in graph.parameters())
 
     def report(done: PassReport) -> None:
         nonlocal before
-        after = count_launches(current)
+        changed = done.result.matches or done.nodes_before != done.nodes_after
+        after = count_launches(current) if changed else before
         counts.passes.append((before, after))
         before = after
         progress("rewrite", done.name, done.index + 1, len(every))

@@ -31,7 +31,8 @@ def summarise(
         plans: by target. passes: the records of passes/NN-name.json, in order. counts: the record of counts.json.
 
     Returns: keys kind, mmcompile, model, quantization, cache, weights, targets (a list), passes (a list; "launches" of
-    each is [before, after], None without counts), checkpoint (bytes by format) and beside (bytes by part).
+    each is [before, after], None without counts), checkpoint (bytes by format) beside (bytes by part) and
+    published (bytes by mix of formats).
     """
     counts = counts or {}
     launches = counts["passes"] if counts else [None] * len(passes)
@@ -46,6 +47,7 @@ def summarise(
         "passes": [record | {"launches": pair} for record, pair in zip(passes, launches, strict=True)],
         "checkpoint": counts.get("checkpoint", {}),
         "beside": counts.get("beside", {}),
+        "published": counts.get("published", {}),
     }
 
 
