@@ -16,6 +16,7 @@ from mmcompile.targets._kernels.linear import (
     Blocks,
     epilogue_label,
     gemm_blocks,
+    has_many_rows,
     linear_constants,
     mma_ledger,
     operand_parameters,
@@ -89,7 +90,7 @@ def _emit(
     return (replace(source, lanes=True, max_registers=config.max_registers),)
 
 
-def _refuse_lanes(call: OpCall, arch: Architecture) -> str | None:
+def refuse_lanes(call: OpCall, arch: Architecture) -> str | None:
     """The reason why x cannot be loaded as fragments, or None."""
     x = need(call, "x")
     missing = sorted({"mma_m16n8k16", "mul_bf16x2"} - arch.features)
@@ -113,7 +114,7 @@ def _refuse_shape(call: OpCall) -> str | None:
 
 def want_fragments(call: OpCall, spec: TargetSpec, arch: Architecture) -> dict[str, str]:
     """Codes and scales in fragment order, where the call allows it and a converting instruction is no better."""
-    reason = refuse_linear(call, spec, arch) or _refuse_lanes(call, arch) or _refuse_shape(call)
+    reason = refuse_linear(call, spec, arch) or refuse_lanes(call, arch) or _refuse_shape(call)
     if reason is not None or "cvt_e2m1_bf16x2" in arch.features:
         return {}
     return dict.fromkeys(("packed", "scale"), LAYOUTS[need(call, "x").dtype])
@@ -123,7 +124,7 @@ def _refuse_fragments(call: OpCall, spec: TargetSpec, arch: Architecture) -> str
     packed, scale = need(call, "packed"), need(call, "scale")
     if packed.layout == "linear" or scale.layout == "linear":
         return "the weight is row-major"
-    reason = refuse_linear(call, spec, arch) or _refuse_lanes(call, arch) or _refuse_shape(call)
+    reason = refuse_linear(call, spec, arch) or refuse_lanes(call, arch) or _refuse_shape(call)
     wanted = LAYOUTS.get(need(call, "x").dtype)
     if reason is None and (packed.layout, scale.layout) != (wanted, wanted):
         return f"the weight has the layout {packed.layout}, not {wanted}"
@@ -145,13 +146,14 @@ def _emit_gemm(tokens: int | None, call: OpCall, spec: TargetSpec, arch: Archite
 def _find_rows_config(groups: int, call: OpCall, spec: TargetSpec) -> Config | None:
     rows, k = need(call, "weight").shape
     swiglu = call.attributes.get("activation") == "swiglu"
-    if "warps" in call.attributes:  # as a stage it has its weights on the way before its inputs are there
+    if "warps" in call.attributes and not has_many_rows(int(rows), spec):
+        # As a stage it has its weights on the way before its inputs are there.
         return Config(int(call.attributes["warps"]), hold=True, paired=swiglu)
     return choose_rows(int(rows), int(k), groups, swiglu, spec.units)
 
 
 def _refuse_rows(groups: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
-    reason = refuse_dense(call, spec, arch) or _refuse_lanes(call, arch)
+    reason = refuse_dense(call, spec, arch) or refuse_lanes(call, arch)
     if reason is None and row_stride(need(call, "weight")) % _VECTOR:
         return f"rows of the weight are no multiple of {_VECTOR} elements apart"
     if reason is None and _find_rows_config(groups, call, spec) is None:

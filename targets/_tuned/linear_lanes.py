@@ -127,13 +127,14 @@ def load_row(words, place, loaded, K: tl.constexpr, SLICES: tl.constexpr):
 
 
 @triton.jit
-def sum_rows(tile, x, weight, tokens, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr,
+def sum_rows(tile, first_row, x, weight, tokens, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr,
              WEIGHT_STRIDE: tl.constexpr, SWIGLU: tl.constexpr, PAIRED: tl.constexpr, GROUPS: tl.constexpr,
              WARPS: tl.constexpr, SLICES: tl.constexpr, HOLD: tl.constexpr, BARRIER: tl.constexpr,
-             CHUNK: tl.constexpr, gate):
+             CHUNK: tl.constexpr, LOWER: tl.constexpr, gate):
     """Partial sums [32 * WARPS, 4] of unquantized row-major weights, as in ``sum_fragments``.
 
-    A warp takes SLICES * 64 k a step. CHUNK: assembly and constraints for 32 k.
+    The 16 rows are 8 from ``first_row`` on and 8 that lie LOWER rows behind them. A warp takes SLICES * 64 k a step.
+    CHUNK: assembly and constraints for 32 k.
     """
     STEP: tl.constexpr = 64 * SLICES
     WHOLE: tl.constexpr = K % (STEP * WARPS) == 0 and N % (32 if PAIRED and not SWIGLU else 16) == 0
@@ -141,10 +142,10 @@ def sum_rows(tile, x, weight, tokens, N: tl.constexpr, K: tl.constexpr, X_STRIDE
     lane, warp = thread % 32, (thread // 32)[:, None]
     x_words, tokens_active = load_tokens(x, X_STRIDE, lane, tokens, GROUPS)
     run = (lane % 4 * 4)[:, None]
-    row = (2 * tile if PAIRED and not SWIGLU else tile) * 16 + (lane // 4)[:, None]
+    row = first_row + (lane // 4)[:, None]
     words = weight.to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, 4)[None, :]
     upper = words + row.to(tl.int64) * (WEIGHT_STRIDE // 2)
-    lower = upper + 4 * WEIGHT_STRIDE
+    lower = upper + LOWER * (WEIGHT_STRIDE // 2)
     apart: tl.constexpr = N * (WEIGHT_STRIDE // 2) if SWIGLU else 8 * WEIGHT_STRIDE
     zero = tl.zeros((32 * WARPS, 4), tl.float32)
     sums = (zero, zero)[:GROUPS]
@@ -154,7 +155,7 @@ def sum_rows(tile, x, weight, tokens, N: tl.constexpr, K: tl.constexpr, X_STRIDE
         if WHOLE:
             there, there1, other, other1 = None, None, None, None
         else:
-            there, there1 = row < N, row + 8 < N
+            there, there1 = row < N, row + LOWER < N
             other, other1 = (there, there1) if SWIGLU else (row + 16 < N, row + 24 < N)
         first = load_row(upper + place, 2 * place, there, K, SLICES)
         second = load_row(lower + place, 2 * place, there1, K, SLICES)
@@ -254,7 +255,8 @@ def tile_rows(gate, tile, x, weight, scale, global_scale, bias, residual, result
               WARPS: tl.constexpr, SLICES: tl.constexpr, HOLD: tl.constexpr, BARRIER: tl.constexpr,
               CHUNK: tl.constexpr):
     """Row-major weights in x's dtype: the results of 16 rows, with PAIRED of 32, for at most 8 * GROUPS tokens."""
-    sums, paired = sum_rows(tile, x, weight, tokens, N, K, X_STRIDE, WEIGHT_STRIDE, SWIGLU, PAIRED, GROUPS, WARPS,
-                            SLICES, HOLD, BARRIER, CHUNK, gate)
+    first_row = (2 * tile if PAIRED and not SWIGLU else tile) * 16
+    sums, paired = sum_rows(tile, first_row, x, weight, tokens, N, K, X_STRIDE, WEIGHT_STRIDE, SWIGLU, PAIRED, GROUPS,
+                            WARPS, SLICES, HOLD, BARRIER, CHUNK, 8, gate)
     store_sums(sums, paired, tile, None, bias, residual, result, tokens, N, RESIDUAL_STRIDE, RESULT_STRIDE, SWIGLU,
                PAIRED, GROUPS, WARPS)
