@@ -48,17 +48,17 @@ def plan_memory(
         offsets[buffer.name] = base
         base += size_of(buffer, output_symbols or symbols)
     sizes = {b.name: size_of(b, symbols) for b in buffers}
+    alive: dict[int, list[str]] = {}  # what has a place, by launch
     for name in sorted(sizes, key=lambda n: (-sizes[n], lifetimes[n].first, n)):
-        mine = lifetimes[name]
-        taken = sorted(
-            (offsets[o], offsets[o] + sizes[o])
-            for o in offsets
-            if o in sizes and lifetimes[o].first <= mine.last and mine.first <= lifetimes[o].last
-        )
+        mine = range(lifetimes[name].first, lifetimes[name].last + 1)
+        others = {other for launch in mine for other in alive.get(launch, ())}
+        taken = sorted((offsets[o], offsets[o] + sizes[o]) for o in others)
         place = base
         for begin, end in taken:
             if place + sizes[name] <= begin:
                 break
             place = max(place, end)
         offsets[name] = place
+        for launch in mine:
+            alive.setdefault(launch, []).append(name)
     return offsets, max((offsets[n] + sizes[n] for n in sizes), default=base)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -358,24 +357,29 @@ def find_dependencies(launches: list[Launch]) -> tuple[tuple[int, ...], ...]:
 
     Transitive edges are left out.
     """
-    graph = nx.DiGraph()
+    before: list[int] = []  # all that a launch follows, directly or not, as a set of bits
+    direct: list[tuple[int, ...]] = []
     writer: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     for i, launch in enumerate(launches):
-        graph.add_node(i)
+        needed: set[int] = set()
         written = {v.buffer for v in launch.outputs}
         written |= {v.buffer for k in _mutated(launch.op) for v in [launch.inputs.get(k)] if v is not None}
         read = {v.buffer for v in launch.inputs.values() if v is not None}
-        for name in read | written:
-            if name in writer:
-                graph.add_edge(writer[name], i)
+        needed |= {writer[name] for name in read | written if name in writer}
         for name in written:
-            graph.add_edges_from((r, i) for r in readers.pop(name, []) if r != i)
+            needed |= set(readers.pop(name, []))
             writer[name] = i
         for name in read - written:
             readers.setdefault(name, []).append(i)
-    reduced = nx.transitive_reduction(graph)
-    return tuple(tuple(sorted(reduced.predecessors(i))) for i in range(len(launches)))
+        reached, kept = 0, []
+        for other in sorted(needed, reverse=True):
+            if not reached >> other & 1:
+                kept.append(other)
+                reached |= before[other] | 1 << other
+        before.append(reached)
+        direct.append(tuple(reversed(kept)))
+    return tuple(direct)
 
 
 def _mutated(op: str) -> tuple[str, ...]:
