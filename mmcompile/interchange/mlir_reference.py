@@ -25,7 +25,8 @@ class ReferenceModule(nn.Module):
 
     ``forward(*inputs, *past)`` gives (results of the graph..., present of every attention layer...), both caches as
     key and value by layer, [1, kv_heads, tokens, d]. Without ``past`` it is a prefill. Every call is a submodule named
-    like its node, so that what a tracer makes of it says where it came from.
+    like its node, so that what a tracer makes of it says where it came from. Vectors in bfloat16 are stored as matrices
+    of one row: IREE 3.13 makes an invalid constant of a vector for the CPU.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -33,10 +34,12 @@ class ReferenceModule(nn.Module):
         self.graph_module = graph_module
         self.inputs = len(graph_module.graph.find_nodes(op="placeholder"))
         for node in graph_module.graph.find_nodes(op="get_attr"):
-            if node.users and all(n.target in _DECODING for n in node.users):
-                value = get_parameter(graph_module, str(node.target))
-                if value.dtype == torch.float8_e4m3fn:
-                    self.register_buffer(f"bytes_{node.name}", value.detach().view(torch.uint8))
+            value = get_parameter(graph_module, str(node.target)).detach()
+            decoded = bool(node.users) and all(n.target in _DECODING for n in node.users)
+            if decoded and value.dtype == torch.float8_e4m3fn:
+                self.register_buffer(f"bytes_{node.name}", value.view(torch.uint8))
+            elif value.dtype == torch.bfloat16 and value.dim() == 1:
+                self.register_buffer(f"row_{node.name}", value[None])
         self.calls = nn.ModuleDict({n.name: _Call(n) for n in graph_module.graph.nodes if n.op == "call_function"})
 
     def forward(self, *given: Tensor) -> tuple[Any, ...]:
@@ -80,6 +83,8 @@ class _Run(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if f"bytes_{n.name}" in self.stored:
             return self.stored[f"bytes_{n.name}"]
+        if f"row_{n.name}" in self.stored:
+            return self.stored[f"row_{n.name}"].view(-1)
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
