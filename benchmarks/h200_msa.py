@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from _common import print_table
 from cuda.bindings import driver as cu
-from h200_linear import check, measure_copy, time_graph
+from h200_linear import check, configure, time_events, time_graph
 from torch import Tensor
 
 import mmcompile.core.ops  # noqa: F401
@@ -38,6 +38,13 @@ POOL_BYTES = 1 << 30
 LARGEST_CHECK = 1 << 22
 BOUND = 1e-2
 SELECTION = {"block_size": PAGE, "top_k": TOP_K, "local_blocks": 1, "initial_blocks": 0}
+
+
+def measure_copy() -> float:
+    """Bytes per second of a device-to-device copy, read and written bytes counted."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_events(lambda: target.copy_(source), 12) * 1e6
 
 
 @dataclass(frozen=True)
@@ -95,17 +102,8 @@ class Kit:
             given = [values.get(name, symbols.get(name)) for name in launch["arguments"]]
             kinds = [ctypes.c_int32 if isinstance(a, int) else ctypes.c_void_p for a in given] + [ctypes.c_void_p] * 2
             arguments = [a.data_ptr() if isinstance(a, Tensor) else a for a in given] + [0, 0]
-            configuration = cu.CUlaunchConfig()
-            grid = [evaluate(e, symbols) for e in launch["grid"]]
-            configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = grid
-            configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = 32 * launch["num_warps"], 1, 1
-            configuration.sharedMemBytes = launch["shared"]
-            configuration.hStream = cu.CUstream(torch.cuda.current_stream().cuda_stream)
-            if launch["early"]:
-                attribute = cu.CUlaunchAttribute()
-                attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-                attribute.value.programmaticStreamSerializationAllowed = 1
-                configuration.attrs, configuration.numAttrs = [attribute], 1
+            grid, stream = [evaluate(e, symbols) for e in launch["grid"]], torch.cuda.current_stream().cuda_stream
+            configuration = configure(grid, 32 * launch["num_warps"], launch["shared"], stream, launch["early"])
             check(cu.cuLaunchKernelEx(configuration, launch["function"], (tuple(arguments), tuple(kinds)), 0))
 
 

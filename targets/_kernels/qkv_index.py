@@ -198,7 +198,7 @@ def _emit_insert(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[Ke
         tiles=[tile_qk_norm_rope_insert_index], constants=constants,
         parameters=[*(pointer(name, need(call, name)) for name in arguments), *results], body=body,
         grid=(str(qkv.shape[0]), str(qkv_blocks + index_blocks + 1), "1"), num_warps=4,
-        intrinsics=insertion_functions(call, "kv_cache", "index_cache"),
+        intrinsics=insertion_functions(call, "kv_cache", "index_cache"), early=arch,
     ),)
 
 
