@@ -12,7 +12,8 @@ from pathlib import Path
 
 from mmcompile.targets._toolchain import CompileJob, compile_many
 from mmcompile.targets._tuned.stream_emit import emit_stream
-from mmcompile.targets._tuned.stream_shape import StepPlan, StepShape
+from mmcompile.targets._tuned.stream_plan import StepPlan
+from mmcompile.targets._tuned.stream_shape import StepShape
 from mmcompile.targets.sm90 import TARGET
 
 DENSE = {
@@ -24,7 +25,7 @@ TOKENS = (1, 2, 4, 8)
 
 
 def list_shapes(variants: list[str], only: list[str]) -> dict[str, StepShape]:
-    """By name: every model at every number of tokens (or ``only`` some); variants "model:tokens:field=value" besides."""
+    """By name: every model at every number of tokens (or ``only`` some); variants besides, for tuning."""
     shapes = {
         f"{name}:{tokens}": dataclasses.replace(shape, max_tokens=tokens)
         for name, shape in MODELS.items()

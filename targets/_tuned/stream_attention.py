@@ -6,8 +6,18 @@ tokens 2t and 2t + 1 that lane (g, t) then holds for head g are its fragment of 
 
 from __future__ import annotations
 
-from mmcompile.targets._tuned.stream_ptx import _SPIN, NEVER, Assembly, _registers, check_tags, give_up, pack_four
-from mmcompile.targets._tuned.stream_shape import WARPS, StepPlan, StepShape
+from mmcompile.targets._tuned.stream_plan import StepPlan
+from mmcompile.targets._tuned.stream_ptx import (
+    _SPIN,
+    NEVER,
+    Assembly,
+    _registers,
+    check_tags,
+    give_up,
+    pack_four,
+    store_four,
+)
+from mmcompile.targets._tuned.stream_shape import WARPS, StepShape
 
 
 def _mma(sums: str, a: tuple[str, str], b: tuple[str, str]) -> str:
@@ -210,6 +220,6 @@ def finish_parts(shape: StepShape, tokens: int) -> Assembly:
         )
         place = (chunk * shape.max_tokens + b) * plan.x_stride + 256 * part
         text.append(
-            f"{pack_four(shape, ('v0', 'v1', 'v2', 'v3'), ('c', 'e'))} st.shared.v2.b32 [$1+{place}], {{c, e}};"
+            f"{pack_four(shape, ('v0', 'v1', 'v2', 'v3'), ('c', 'e'))} {store_four(shape, '$1', place, ('c', 'e'))}"
         )
     return "\n".join(text) + "bar.warp.sync -1; mov.b32 $0, 0; }", ",".join(["=r", "r"] + ["f"] * (6 * len(vectors)))

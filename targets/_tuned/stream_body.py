@@ -4,58 +4,21 @@ from __future__ import annotations
 
 import textwrap
 
-from mmcompile.targets._kernels.common import ceil_div
 from mmcompile.targets._tuned.stream_attention import part_vectors
-from mmcompile.targets._tuned.stream_shape import THREADS, TRACED, StepPlan, StepShape
-
-
-def _call(name: str, arguments: str, results: int, kind: str = "tl.float32") -> str:
-    """A call of inline assembly with several results."""
-    types = kind if results == 1 else "(" + ", ".join([kind] * results) + ")"
-    return f"tl.inline_asm_elementwise({name}, {name}_C, [{arguments}], dtype={types}, is_pure=False, pack=1)"
-
-
-def _results(call: str, results: int) -> str:
-    """The call as a tuple also where there is one result."""
-    return f"({call},)" if results == 1 else call
-
-
-def _sizes(shape: StepShape, role: str) -> str:
-    """Arguments of run_tiles: tiles of a batch, chunks of columns, units in a stage."""
-    plan = StepPlan(shape)
-    return f"{plan.batch_tiles[role]}, {plan.chunks[role]}, {plan.joined[role]}"
-
-
-def _load_gain(shape: StepShape, name: str, role: str, row: str) -> list[str]:
-    """For nvfp4: the factor of a row of the program, loaded ahead of its use."""
-    plan = StepPlan(shape)
-    if not plan.packed:
-        return []
-    each = plan.tiles[role] * plan.tile_rows
-    first = (shape.end - shape.first) * plan.gains["end"] if role == "head" else plan.gains[role]
-    layer = "" if role == "head" else f" + (layer - FIRST) * {plan.gains['end']}"
-    return [f"{name} = tl.load(gains + {first} + program * {each}{layer} + {row})"]
-
-
-def _scale(shape: StepShape, *gains: str) -> list[str]:
-    """Multiply sums by their gains: pairs (value, gain) as "value gain"."""
-    pairs = [pair.split() for pair in gains]
-    return [f"{value} *= {gain}" for value, gain in pairs] if StepPlan(shape).packed else []
-
-
-def _rounds(count: int) -> range:
-    return range(ceil_div(count, THREADS))
-
-
-def _stamp(shape: StepShape, number: str) -> list[str]:
-    """The time at the end of a phase, where the shape asks for it."""
-    plan = StepPlan(shape)
-    place = f"workspace + {plan.workspace['trace']} + 2 * (program * {plan.trace_stamps} + {number})"
-    return [f"run(STAMP, STAMP_C, [{place} + tid * 0])"] if shape.trace else []
-
-
-def _stamp_layer(shape: StepShape, phase: int) -> list[str]:
-    return _stamp(shape, f"(layer - FIRST) * {len(TRACED)} + {phase}")
+from mmcompile.targets._tuned.stream_plan import StepPlan
+from mmcompile.targets._tuned.stream_shape import THREADS, StepShape
+from mmcompile.targets._tuned.stream_text import (
+    add_residual,
+    apply_gains,
+    call_assembly,
+    count_rounds,
+    load_gain,
+    load_norms,
+    poll_residual,
+    stamp_layer,
+    tile_sizes,
+    write_stamp,
+)
 
 
 def write_body(shape: StepShape) -> str:
@@ -75,6 +38,8 @@ def write_body(shape: StepShape) -> str:
 
 def _write_start(shape: StepShape) -> str:
     plan, rows = StepPlan(shape), shape.hidden // shape.programs
+    token = "lane // 4 % 4" if plan.folded else "lane // 4"
+    offset = f"lane % 4 * {32 if plan.packed else 16}" + (" + lane // 16 * 8" if plan.folded else "")
     zeros = max(2 * shape.warp_k, 2 * shape.head_dim)
     lines = [
         "program = tl.program_id(0)", "tid = tl.arange(0, 32 * WARPS)", "warp, lane = tid // 32, tid % 32",
@@ -105,10 +70,11 @@ def _write_start(shape: StepShape) -> str:
         f"state = (none, none, {', '.join(f'state[{i}]' for i in range(2, 13))}, none)",
         "epoch = tl.load(workspace, volatile=True)",
         f"x_warp = base + X + warp * {plan.x_chunks * shape.max_tokens * plan.x_stride}",
-        "live = lane // 4 < MAX_TOKENS",
-        f"x = tl.where(live, x_warp + lane // 4 * X_STRIDE, base + ZEROS) + lane % 4 * {32 if plan.packed else 16}",
+        f"live = {token} < MAX_TOKENS",
+        f"x = tl.where(live, x_warp + {token} * X_STRIDE, base + ZEROS) + {offset}",
         "x_step = tl.where(live, MAX_TOKENS * X_STRIDE, 0)",
         f"column = lane * 4 % {shape.warp_k}",
+        f"x_column = {'column // 8 * 16 + column // 4 % 2 * 4' if plan.folded else 'column * 2'}",
         "q = tl.where(lane // 4 < GROUP, base + HEADS_PLACE + lane // 4 * Q_STRIDE, base + ZEROS) + lane % 4 * 16",
         f"own_row, own_token = program * {rows} + tid % {rows}, tid // {rows}",
         f"owner = tid < {rows * shape.max_tokens}", "given = owner & (own_token < tokens)",
@@ -122,14 +88,14 @@ def _write_start(shape: StepShape) -> str:
         lines.append("residual = tl.load(start + own, mask=given, other=0.0).to(tl.float32)")
     lines.append(f"tag = (epoch * {shape.layers + 1} + FIRST + 1) & 0xFFFF")
     lines.append("post(workspace + MAIL_RESIDUAL + own, word(residual, tag), owner)")
-    return "\n".join([*lines, *_write_tables(shape), *_load_norms(shape, "entry", "0")])
+    return "\n".join([*lines, *_write_tables(shape), *load_norms(shape, "entry", "0")])
 
 
 def _write_tables(shape: StepShape) -> list[str]:
     """What each thread's RoPE pairs need, the same in every layer."""
     pairs, half = StepPlan(shape).rows["qkv"] // 2, shape.head_dim // 2
     lines = []
-    for r in _rounds(pairs * shape.max_tokens):
+    for r in count_rounds(pairs * shape.max_tokens):
         lines += [
             f"turn{r} = tid + {THREADS * r}", f"token{r} = turn{r} // {pairs}",
             f"pair = member * {pairs} + turn{r} % {pairs}",
@@ -147,58 +113,27 @@ def _write_tables(shape: StepShape) -> list[str]:
     return lines
 
 
-def _load_norms(shape: StepShape, name: str, row: str) -> list[str]:
-    """Load a norm's weights into tuples, ahead of their use."""
-    plan = StepPlan(shape)
-    chunks, results = plan.load_chunks["qkv"], 2 * plan.load_chunks["qkv"] * max(1, shape.warp_k // 128)
-    lines = []
-    for c in range(plan.chunks["qkv"] // chunks):
-        place = f"norms + ({row}) * HIDDEN + warp * (HIDDEN // WARPS) + {c * chunks * shape.warp_k} + column"
-        lines.append(f"{name}{c} = {_call('LOAD_WEIGHTS', place, results, 'tl.int32')}")
-    return lines
-
-
-def _poll_residual(shape: StepShape, mailbox: str, name: str, code: str) -> list[str]:
-    """The residual stream times the norm's weights to shared memory, and the squares."""
-    plan, tokens = StepPlan(shape), shape.max_tokens
-    chunks, weights = plan.load_chunks["qkv"], 2 * plan.load_chunks["qkv"] * max(1, shape.warp_k // 128)
-    lines = []
-    for c in range(plan.chunks["qkv"] // chunks):
-        source = f"workspace + MAIL_{mailbox.upper()} + {c * chunks * shape.warp_k} + warp * (HIDDEN // WARPS) + column"
-        into = f"x_warp + column * 2 + {c * chunks * tokens * plan.x_stride}"
-        norm = ", ".join(f"{name}{c}[{i}]" for i in range(weights))
-        call = _call(
-            "POLL_RESIDUAL", f"{source}, tag + tid * 0, workspace + tid * 0, {code} + tid * 0, {into}, {norm}", tokens
-        )
-        lines.append(f"new = {_results(call, tokens)}")
-        for b in range(tokens):
-            lines.append(f"square{b} = new[{b}]" if c == 0 else f"square{b} += new[{b}]")
-    squares = ", ".join(f"square{b}" for b in range(tokens))
-    lines.append(f"run(STORE_SQUARES, STORE_SQUARES_C, [base + SQUARES + warp * 4, {squares}])")
-    return lines
-
-
 def _write_qkv(shape: StepShape) -> str:
     plan, pairs = StepPlan(shape), StepPlan(shape).rows["qkv"] // 2
     lines = [f"tag = (epoch * {shape.layers + 1} + layer + 1) & 0xFFFF", "code = layer * 8 + 1"]
-    lines += _load_norms(shape, "after", "(layer - FIRST) * 2 + 1")
-    for r in _rounds(pairs * shape.max_tokens):
-        lines += _load_gain(shape, f"even{r}", "qkv", f"turn{r} % {pairs} * 2")
-        lines += _load_gain(shape, f"odd{r}", "qkv", f"turn{r} % {pairs} * 2 + 1")
-    lines += [*_poll_residual(shape, "residual", "entry", "code"), *_stamp_layer(shape, 0)]
+    lines += load_norms(shape, "after", "(layer - FIRST) * 2 + 1")
+    for r in count_rounds(pairs * shape.max_tokens):
+        lines += load_gain(shape, f"even{r}", "qkv", f"turn{r} % {pairs} * 2")
+        lines += load_gain(shape, f"odd{r}", "qkv", f"turn{r} % {pairs} * 2 + 1")
+    lines += [*poll_residual(shape, "residual", "entry", "code"), *stamp_layer(shape, 0)]
     lines += [
         "scratch = find_scratch(state, cfg)",
-        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {_sizes(shape, 'qkv')})",
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tile_sizes(shape, 'qkv')})",
         "tl.debug_barrier()",
     ]
     row = plan.tiles["qkv"] * plan.tile_rows * 4
-    for r in _rounds(pairs * shape.max_tokens):
+    for r in count_rounds(pairs * shape.max_tokens):
         lines += [
             f"asked = tl.minimum(token{r}, MAX_TOKENS - 1)",
             f"sums_at = scratch + asked * {row} + turn{r} % {pairs} * 8",
             f"even, odd = add_pairs(sums_at, {row * shape.max_tokens})",
             "rstd = find_rstd(cfg, asked)",
-            *_scale(shape, f"even even{r}", f"odd odd{r}"),
+            *apply_gains(shape, f"even even{r}", f"odd odd{r}"),
             "even, odd = round_bf16(even * rstd), round_bf16(odd * rstd)",
             f"real, imaginary = even * cos{r} - odd * sin{r}, odd * cos{r} + even * sin{r}",
             f"post(workspace + MAIL_QKV + word{r}, word(real, tag), valid{r})",
@@ -208,7 +143,7 @@ def _write_qkv(shape: StepShape) -> str:
             "target = (target + HEAD_DIM).to(tl.pointer_type(tl.bfloat16))",
             f"tl.store(target, imaginary.to(tl.bfloat16), mask=stored{r})",
         ]
-    lines += ["state = flip(state)", *_stamp_layer(shape, 1)]
+    lines += ["state = flip(state)", *stamp_layer(shape, 1)]
     return "\n".join([*lines, f"state = ask_l2(state, cfg, {StepPlan(shape).prefetch[1]})"])
 
 
@@ -221,7 +156,7 @@ def _write_attention(shape: StepShape) -> str:
         for i, name in enumerate(("sequence", "first", "end", "stages", "length", "part", "busy"), 5)
     ]
     inner = []
-    for r in _rounds(words // 4):
+    for r in count_rounds(words // 4):
         inner += [
             f"four = (tid + {THREADS * r}) % {words // 4} * 4",
             f"mail_at = workspace + MAIL_QKV + (sequence * KV_HEADS + team) * {words} + four",
@@ -233,21 +168,21 @@ def _write_attention(shape: StepShape) -> str:
     place = "area, q, base + HEADS_PLACE + GROUP * Q_STRIDE, base + HEADS_PLACE + (GROUP + 1) * Q_STRIDE"
     inner += [
         "tl.debug_barrier()",
-        *_stamp_layer(shape, 2),
+        *stamp_layer(shape, 2),
         f"sums = (zero - 1e30, {', '.join(['zero'] * (numbers - 1))})",
         "for i in range(stages):",
         "    area = await_slot(state, cfg, code + 7)",
         "    unit = first + i * WARPS + warp",
         "    index = tl.where(unit < end, length - 1 - unit * UNIT, -1)",
         "    limit = index + 1",
-        f"    sums = {_call('ATTEND', f'{place}, limit, index, zero + {scale!r}, {state}', numbers)}",
+        f"    sums = {call_assembly('ATTEND', f'{place}, limit, index, zero + {scale!r}, {state}', numbers)}",
         "    state = leave_slot(state, cfg)",
         f"scratch = {_find_partials(shape)}",
         f"run(STORE_PART, STORE_PART_C, [scratch + warp * {plan.partial_stride}, {state}])",
         "tl.debug_barrier()",
         "mail = sequence * SPLITS + part",
     ]
-    for r in _rounds(shape.group * d):
+    for r in count_rounds(shape.group * d):
         inner += [
             f"spot = tid + {THREADS * r}",
             f"valid, head = spot < {shape.group * d}, tl.minimum(spot // HEAD_DIM, GROUP - 1)",
@@ -259,7 +194,7 @@ def _write_attention(shape: StepShape) -> str:
             "run(POST_PAIR, POST_PAIR_C, [mail_at, weight.to(tl.int32, bitcast=True), tag + tid * 0, chosen])",
         ]
     body = textwrap.indent("\n".join(inner).replace("SPLITS", str(plan.splits)), "    ")
-    lines += ["if busy:", body, *_stamp_layer(shape, 3)]
+    lines += ["if busy:", body, *stamp_layer(shape, 3)]
     return "\n".join([*lines, f"state = ask_l2(state, cfg, {StepPlan(shape).prefetch[2]})"])
 
 
@@ -276,7 +211,7 @@ def _write_output(shape: StepShape) -> str:
     plan, width = StepPlan(shape), shape.heads * shape.head_dim
     tokens, parts = plan.merged_tokens, plan.merged_parts
     count = 6 * len(part_vectors(shape, tokens))
-    lines = _load_gain(shape, "gain_o", "o", f"tid % {plan.rows['o']}")
+    lines = load_gain(shape, "gain_o", "o", f"tid % {plan.rows['o']}")
     lines += [f"spots = warp * {width // 8} + column"]
     for b in range(0, shape.max_tokens, tokens):
         words = f"workspace + MAIL_PARTS + {b * plan.splits * width} + from_part * {width} + spots"
@@ -290,34 +225,19 @@ def _write_output(shape: StepShape) -> str:
         lines += [
             f"sums = ({start})",
             f"for from_part in range(0, splits, {parts}):",
-            f"    sums = {_call('MERGE_PARTS', f'{words}, {weights}, {common}, {state}', count)}",
-            f"run(FINISH_PARTS, FINISH_PARTS_C, [x_warp + column * 2 + {b * plan.x_stride}, {state}])",
+            f"    sums = {call_assembly('MERGE_PARTS', f'{words}, {weights}, {common}, {state}', count)}",
+            f"run(FINISH_PARTS, FINISH_PARTS_C, [x_warp + x_column + {b * plan.x_stride}, {state}])",
         ]
     lines += [
-        *_stamp_layer(shape, 4),
+        *stamp_layer(shape, 4),
         "scratch = find_scratch(state, cfg)",
-        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {_sizes(shape, 'o')})",
-        *_add_residual(shape, "o", "after", "tag"),
-        *_stamp_layer(shape, 5),
-        *_load_norms(shape, "entry", "(layer - FIRST) * 2 + 2"),
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tile_sizes(shape, 'o')})",
+        *add_residual(shape, "o", "after", "tag"),
+        *stamp_layer(shape, 5),
+        *load_norms(shape, "entry", "(layer - FIRST) * 2 + 2"),
         f"state = ask_l2(state, cfg, {StepPlan(shape).prefetch[3]})",
     ]
     return "\n".join(lines)
-
-
-def _add_residual(shape: StepShape, role: str, mailbox: str, tag: str) -> list[str]:
-    """Add the sums in scratch memory to the owners' residual stream and post it."""
-    plan = StepPlan(shape)
-    each, rows = plan.tiles[role] * plan.tile_rows, plan.rows[role]
-    return [
-        "tl.debug_barrier()",
-        f"sums_at = scratch + (tl.minimum(own_token, MAX_TOKENS - 1) * {each} + tid % {rows}) * 4",
-        f"total = add_warps(sums_at, {each * shape.max_tokens * 4})",
-        *_scale(shape, f"total gain_{role}"),
-        "residual = round_bf16(residual + total)",
-        f"post(workspace + MAIL_{mailbox.upper()} + own, word(residual, {tag}), owner)",
-        "state = flip(state)",
-    ]
 
 
 def _write_gate_up(shape: StepShape) -> str:
@@ -325,20 +245,20 @@ def _write_gate_up(shape: StepShape) -> str:
     tiles = plan.batch_tiles["gate_up"]
     batches, per = plan.tiles["gate_up"] // tiles, tiles * plan.tile_rows // 2
     inner = []
-    for r in _rounds(per * shape.max_tokens):
-        inner += _load_gain(shape, f"even{r}", "gate_up", f"(batch * {per} + (tid + {THREADS * r}) % {per}) * 2")
-        inner += _load_gain(shape, f"odd{r}", "gate_up", f"(batch * {per} + (tid + {THREADS * r}) % {per}) * 2 + 1")
+    for r in count_rounds(per * shape.max_tokens):
+        inner += load_gain(shape, f"even{r}", "gate_up", f"(batch * {per} + (tid + {THREADS * r}) % {per}) * 2")
+        inner += load_gain(shape, f"odd{r}", "gate_up", f"(batch * {per} + (tid + {THREADS * r}) % {per}) * 2 + 1")
     inner += [
         "scratch = find_scratch(state, cfg)",
-        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {_sizes(shape, 'gate_up')})",
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tile_sizes(shape, 'gate_up')})",
         "tl.debug_barrier()",
     ]
-    for r in _rounds(per * shape.max_tokens):
+    for r in count_rounds(per * shape.max_tokens):
         inner += [
             f"turn = tid + {THREADS * r}", f"asked = tl.minimum(turn // {per}, MAX_TOKENS - 1)",
             f"sums_at = scratch + asked * {per * 8} + turn % {per} * 8",
             f"gate, up = add_pairs(sums_at, {per * 8 * shape.max_tokens})",
-            *_scale(shape, f"gate even{r}", f"up odd{r}"),
+            *apply_gains(shape, f"gate even{r}", f"up odd{r}"),
             "rstd = find_rstd(cfg, asked)", "gate, up = round_bf16(gate * rstd), round_bf16(up * rstd)",
             "active = gate / (1.0 + tl.exp(-gate)) * up",
             f"into = asked * {shape.intermediate} + program * {plan.rows['gate_up'] // 2}",
@@ -346,34 +266,39 @@ def _write_gate_up(shape: StepShape) -> str:
             f"post(workspace + MAIL_ACTIVATION + into, word(active, tag), turn < {per * shape.max_tokens})",
         ]  # fmt: skip
     inner.append("state = flip(state)")
-    lines = [*_poll_residual(shape, "after", "after", "code + 3"), *_stamp_layer(shape, 6)]
+    lines = [*poll_residual(shape, "after", "after", "code + 3"), *stamp_layer(shape, 6)]
     lines += [f"for batch in range({batches}):", textwrap.indent("\n".join(inner), "    ")]
-    return "\n".join([*lines, *_stamp_layer(shape, 7), f"state = ask_l2(state, cfg, {StepPlan(shape).prefetch[4]})"])
+    return "\n".join([*lines, *stamp_layer(shape, 7), f"state = ask_l2(state, cfg, {StepPlan(shape).prefetch[4]})"])
 
 
 def _write_down(shape: StepShape) -> str:
     plan = StepPlan(shape)
-    tiles, blocks, chunks = plan.tiles["down"], plan.chunks["down"], plan.load_chunks["down"]
-    source = (
-        f"workspace + MAIL_ACTIVATION + warp * {shape.intermediate // 8} + column + block * {chunks * shape.warp_k}"
-    )
-    lines = _load_gain(shape, "gain_down", "down", f"tid % {plan.rows['down']}")
-    count = 4 if plan.packed else 2
+    tiles, held, chunks = plan.tiles["down"], plan.held_chunks, plan.load_chunks["down"]
+    source = f"workspace + MAIL_ACTIVATION + warp * {shape.intermediate // 8} + column + block * {held * shape.warp_k}"
+    lines = load_gain(shape, "gain_down", "down", f"tid % {plan.rows['down']}")
+    four = plan.packed or plan.folded
+    count = 4 if four else 2
     sums = [[f"down{t}{c}" for c in "abcd"[:count]] for t in range(tiles)]
     lines += [f"{name} = zero" for names in sums for name in names]
     lines += [
-        f"for block in range({blocks // chunks}):",
-        f"    poll(POLL_ACTIVATION, POLL_ACTIVATION_C, cfg, {source}, tag, code + 4, x_warp + column * 2)",
-        *(f"    {line}" for line in _stamp_layer(shape, 8)),
+        f"for block in range({plan.chunks['down'] // held}):",
+        *(f"    {_poll_activation(shape, source, first)}" for first in range(0, held, chunks)),
+        *(f"    {line}" for line in stamp_layer(shape, 8)),
     ]
-    across = plan.joined["down"] if tiles == 1 else 1
-    lines += [f"    for chunk in range(0, {chunks}, {across}):", "        at = x + chunk * x_step"]
-    lines += [f"        {line}" for line in (_multiply_codes if plan.packed else _multiply_rows)(shape, sums)]
+    lines += [f"    for chunk in range(0, {held}, {plan.across}):", "        at = x + chunk * x_step"]
+    lines += [f"        {line}" for line in (_multiply_units if four else _multiply_rows)(shape, sums)]
     lines.append("scratch = find_scratch(state, cfg)")
     for t, names in enumerate(sums):
-        values = f"({', '.join(names)})" if plan.packed else ", ".join(names)
+        values = f"({', '.join(names)})" if four else ", ".join(names)
         lines.append(f"keep(cfg, scratch, {tiles * plan.tile_rows}, {t}, {values})")
-    return "\n".join([*lines, *_add_residual(shape, "down", "residual", "tag + 1"), *_stamp_layer(shape, 9)])
+    return "\n".join([*lines, *add_residual(shape, "down", "residual", "tag + 1"), *stamp_layer(shape, 9)])
+
+
+def _poll_activation(shape: StepShape, source: str, first: int) -> str:
+    """Read chunks of activations from number ``first`` on of those that are held at once."""
+    place = first * shape.max_tokens * StepPlan(shape).x_stride
+    words = f"{source} + {first * shape.warp_k}, tag, code + 4, x_warp + x_column + {place}"
+    return f"poll(POLL_ACTIVATION, POLL_ACTIVATION_C, cfg, {words})"
 
 
 def _multiply_rows(shape: StepShape, sums: list[list[str]]) -> list[str]:
@@ -381,8 +306,8 @@ def _multiply_rows(shape: StepShape, sums: list[list[str]]) -> list[str]:
     return [f"state, {a}, {b} = multiply(state, cfg, code + 7, at, {a}, {b})" for a, b in sums]
 
 
-def _multiply_codes(shape: StepShape, sums: list[list[str]]) -> list[str]:
-    """The units of nvfp4 of a chunk, or of two chunks where there is one tile, stage by stage."""
+def _multiply_units(shape: StepShape, sums: list[list[str]]) -> list[str]:
+    """The units of a chunk, or of two chunks where one tile's are joined, stage by stage."""
     joined, lines = StepPlan(shape).joined["down"], []
     units = [(names, "at") for names in sums]
     if len(sums) == 1 and joined == 2:
@@ -402,22 +327,22 @@ def _write_head(shape: StepShape) -> str:
     plan = StepPlan(shape)
     tiles = plan.batch_tiles["head"]
     rows = tiles * plan.tile_rows
-    lines = ["tag = (tag + 1) & 0xFFFF", "code = END * 8 + 1", *_poll_residual(shape, "residual", "entry", "code + 5")]
-    lines += _stamp(shape, f"{plan.trace_stamps - 2}")
+    lines = ["tag = (tag + 1) & 0xFFFF", "code = END * 8 + 1", *poll_residual(shape, "residual", "entry", "code + 5")]
+    lines += write_stamp(shape, f"{plan.trace_stamps - 2}")
     inner = []
-    for r in _rounds(rows * shape.max_tokens):
-        inner += _load_gain(shape, f"gain{r}", "head", f"batch * {rows} + (tid + {THREADS * r}) % {rows}")
+    for r in count_rounds(rows * shape.max_tokens):
+        inner += load_gain(shape, f"gain{r}", "head", f"batch * {rows} + (tid + {THREADS * r}) % {rows}")
     inner += [
         "scratch = find_scratch(state, cfg)",
-        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {_sizes(shape, 'head')})",
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tile_sizes(shape, 'head')})",
         "tl.debug_barrier()",
     ]
-    for r in _rounds(rows * shape.max_tokens):
+    for r in count_rounds(rows * shape.max_tokens):
         inner += [
             f"turn = tid + {THREADS * r}", f"asked = tl.minimum(turn // {rows}, MAX_TOKENS - 1)",
             f"sums_at = scratch + (asked * {rows} + turn % {rows}) * 4",
             f"logit = add_warps(sums_at, {4 * rows * shape.max_tokens})",
-            *_scale(shape, f"logit gain{r}"),
+            *apply_gains(shape, f"logit gain{r}"),
             "logit *= find_rstd(cfg, asked)",
             f"row = program * {plan.tiles['head'] * plan.tile_rows} + batch * {rows} + turn % {rows}",
             f"valid = (turn < tokens * {rows}) & (row < {shape.vocabulary})",
@@ -425,7 +350,7 @@ def _write_head(shape: StepShape) -> str:
         ]  # fmt: skip
     inner.append("state = flip(state)")
     lines += [f"for batch in range({plan.tiles['head'] // tiles}):", textwrap.indent("\n".join(inner), "    ")]
-    return "\n".join([*lines, *_stamp(shape, f"{plan.trace_stamps - 1}")])
+    return "\n".join([*lines, *write_stamp(shape, f"{plan.trace_stamps - 1}")])
 
 
 def _write_residual(shape: StepShape) -> str:

@@ -6,18 +6,13 @@ from mmcompile.core.errors import LoweringError
 from mmcompile.core.kernel import KernelSource, Parameter
 from mmcompile.core.spec import Architecture
 from mmcompile.targets._tuned import stream_attention as attention
-from mmcompile.targets._tuned import stream_nvfp4 as nvfp4
+from mmcompile.targets._tuned import stream_products as products
 from mmcompile.targets._tuned import stream_ptx as ptx
 from mmcompile.targets._tuned.stream_body import write_body
 from mmcompile.targets._tuned.stream_driver import BF16, HELPERS
-from mmcompile.targets._tuned.stream_shape import (
-    PRIVATE_OFFSET,
-    WARPS,
-    StepPlan,
-    StepShape,
-    largest_divisor,
-    refuse_stream,
-)
+from mmcompile.targets._tuned.stream_plan import StepPlan
+from mmcompile.targets._tuned.stream_refuse import refuse_stream
+from mmcompile.targets._tuned.stream_shape import PRIVATE_OFFSET, WARPS, StepShape
 
 
 def list_parameters(shape: StepShape) -> tuple[Parameter, ...]:
@@ -37,11 +32,16 @@ def list_assembly(shape: StepShape) -> dict[str, ptx.Assembly]:
     """Name of the constant to (text, constraints)."""
     plan = StepPlan(shape)
     tokens, parts = plan.merged_tokens, plan.merged_parts
+    if plan.packed:
+        multiply, keep = products.multiply_unit(), products.store_unit_sums(shape)
+    elif plan.folded:
+        multiply, keep = products.multiply_folded(shape), products.store_folded_sums(shape)
+    else:
+        multiply, keep = ptx.multiply_stage(shape), ptx.store_sums(shape)
     return {
         "BASE": ptx.base_address(), "SET_UP": ptx.set_up(shape), "REFILL": ptx.refill(), "WAIT": ptx.wait_copy(shape),
         "PREFETCH": ptx.prefetch(shape),
-        "MULTIPLY": nvfp4.multiply_unit() if plan.packed else ptx.multiply_stage(shape),
-        "KEEP": nvfp4.store_unit_sums(shape) if plan.packed else ptx.store_sums(shape),
+        "MULTIPLY": multiply, "KEEP": keep,
         "ADD_WARPS": ptx.add_warps(pair=False), "ADD_PAIRS": ptx.add_warps(pair=True),
         "ADD_SQUARES": ptx.add_squares(), "STAMP": ptx.stamp(), "POST_WORD": ptx.post_word(),
         "POST_PAIR": ptx.post_pair(),
@@ -64,7 +64,8 @@ def list_constants(shape: StepShape) -> dict[str, int | float]:
         "MAX_TOKENS": shape.max_tokens, "PROGRAMS": shape.programs, "WARPS": WARPS, "TEAM": shape.team,
         "FIRST": shape.first, "END": shape.end, "HIDDEN": shape.hidden, "HEADS": shape.heads,
         "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "GROUP": shape.group, "PAGE": shape.page_size,
-        "EPS": shape.eps, "UNIT": plan.unit_tokens, "UNIT_BYTES": plan.unit_bytes, "SLOT": plan.slot_bytes,
+        "EPS": shape.eps, "UNIT": plan.unit_tokens, "UNIT_BYTES": plan.unit_bytes, "TILE_ROWS": plan.tile_rows,
+        "SLOT": plan.slot_bytes,
         "SLOTS": plan.slots, "QKV_STAGES": plan.stages_of["qkv"], "LAYER_STAGES": plan.layer_stages,
         "HEAD_STAGES": plan.head_stages, "UNITS": plan.units, "BARRIERS": shared["barriers"],
         "SQUARES": shared["squares"], "POINTERS": shared["pointers"] - 8 * shape.first, "HEADS_PLACE": shared["qkv"],
@@ -99,10 +100,11 @@ def emit_stream(shape: StepShape, architecture: Architecture) -> KernelSource:
     lines += [f"{key} = tl.constexpr({value!r})" for key, value in list_constants(shape).items()]
     for key, (text, constraints) in list_assembly(shape).items():
         lines += [f'{key} = tl.constexpr("""{text}""")', f"{key}_C = tl.constexpr({constraints!r})"]
-    products = nvfp4.write_helpers(shape) if StepPlan(shape).packed else BF16
+    plan = StepPlan(shape)
+    helpers = products.write_helpers(shape) if plan.packed or plan.folded else BF16
     signature = ", ".join(p.name for p in parameters)
     entry = f"@triton.jit\ndef {name}({signature}):\n{write_body(shape)}\n\n\nkernel = {name}\n"
-    text = "\n".join(lines) + "\n\n" + HELPERS + products + "\n\n" + entry
+    text = "\n".join(lines) + "\n\n" + HELPERS + helpers + "\n\n" + entry
     ledger = {"HMMA": True, "UBLKCP": True, "SYNCS": True}
     return KernelSource(
         name,
@@ -116,6 +118,3 @@ def emit_stream(shape: StepShape, architecture: Architecture) -> KernelSource:
         max_registers=255,
         private_shared=(PRIVATE_OFFSET, StepPlan(s).shared_bytes),
     )
-
-
-__all__ = ["PRIVATE_OFFSET", "StepPlan", "StepShape", "emit_stream", "largest_divisor", "refuse_stream"]

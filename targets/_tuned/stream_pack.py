@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mmcompile.core.formats.nvfp4_fragments import arrange
-from mmcompile.targets._tuned.stream_shape import TILE_ROWS, WARPS, StepPlan, StepShape
+from mmcompile.targets._tuned.stream_plan import StepPlan
+from mmcompile.targets._tuned.stream_shape import TILE_ROWS, WARPS, StepShape
 
 Weight = Tensor | tuple[Tensor, Tensor, Tensor]
 LAYER_ROLES = ("qkv", "o", "gate_up", "down")

@@ -7,7 +7,8 @@ readers poll the words themselves, so no fence is needed: each word is written a
 
 from __future__ import annotations
 
-from mmcompile.targets._tuned.stream_shape import FAULT_WORD, WARPS, StepPlan, StepShape
+from mmcompile.targets._tuned.stream_plan import StepPlan
+from mmcompile.targets._tuned.stream_shape import FAULT_WORD, WARPS, StepShape
 
 Assembly = tuple[str, str]
 NEVER = "0fF149F2CA"
@@ -203,6 +204,13 @@ def pack_four(shape: StepShape, values: tuple[str, str, str, str], into: tuple[s
     return f"{scaled} cvt.rn.f16x2.f32 {into[0]}, {b}, {a}; cvt.rn.f16x2.f32 {into[1]}, {d}, {c};"
 
 
+def store_four(shape: StepShape, register: str, offset: int, words: tuple[str, str]) -> str:
+    """Store two words of activations, four columns. Folded: words 1 and 2 of eight columns change places."""
+    if StepPlan(shape).folded:
+        return f"st.shared.b32 [{register}+{offset}], {words[0]}; st.shared.b32 [{register}+{offset + 8}], {words[1]};"
+    return f"st.shared.v2.b32 [{register}+{offset}], {{{words[0]}, {words[1]}}};"
+
+
 def poll_activations(shape: StepShape, width: int, chunks: int) -> Assembly:
     """Read tagged words [token][width] and leave them as bf16 in the warp's activations.
 
@@ -220,7 +228,7 @@ def poll_activations(shape: StepShape, width: int, chunks: int) -> Assembly:
             text.append(pack_four(shape, ("v0", "v1", "v2", "v3"), (f"a{a}", f"a{a + 1}")))
         else:
             text.append(f"prmt.b32 a{a}, a{a}, a{a + 1}, 0x7632; prmt.b32 a{a + 1}, a{a + 2}, a{a + 3}, 0x7632;")
-        text.append(f"st.shared.v2.b32 [$5+{x_offset(shape, *vector)}], {{a{a}, a{a + 1}}};")
+        text.append(store_four(shape, "$5", x_offset(shape, *vector), (f"a{a}", f"a{a + 1}")))
     return "\n".join(text) + "bar.warp.sync -1; mov.b32 $0, 0; }", "=r,l,r,l,r,r"
 
 
@@ -256,7 +264,7 @@ def poll_residual(shape: StepShape, chunks: int) -> Assembly:
                 f"{widen} mov.b32 f, e; mul.f32 v{k}, v{k}, f;"
             )
         text.append(pack_four(shape, ("v0", "v1", "v2", "v3"), ("c", "e")))
-        text.append(f"st.shared.v2.b32 [{x}+{x_offset(shape, chunk, token, part)}], {{c, e}};")
+        text.append(store_four(shape, x, x_offset(shape, chunk, token, part), ("c", "e")))
     if shape.warp_k < 128:  # the other lanes read the same words again
         text.append(f"mov.u32 c, %laneid; setp.ge.u32 p, c, {shape.warp_k // 4};")
         text += [f"@p mov.f32 s{i}, 0f00000000;" for i in range(b)]

@@ -26,15 +26,10 @@ from mmcompile.targets._tuned.stream_pack import (
     pack_stream,
     unpack_stream,
 )
+from mmcompile.targets._tuned.stream_plan import StepPlan
 from mmcompile.targets._tuned.stream_reference import StepInputs, run_step
-from mmcompile.targets._tuned.stream_shape import (
-    FAULT_WORD,
-    SHARED_BYTES,
-    STAGES,
-    StepPlan,
-    StepShape,
-    refuse_stream,
-)
+from mmcompile.targets._tuned.stream_refuse import refuse_stream
+from mmcompile.targets._tuned.stream_shape import FAULT_WORD, SHARED_BYTES, STAGES, StepShape
 from mmcompile.targets.sm90 import TARGET
 
 ARCHITECTURE = TARGET.spec.architectures[0]
@@ -276,6 +271,7 @@ CASES = {
     ),
     "first layer to a residual": (dataclasses.replace(TINY, last=0), [65]),
     "two chunks of columns": (StepShape(1, 1024, 8, 4, 64, 512, 300, programs=4, warp_k=64), [30]),
+    "not folded": (dataclasses.replace(TINY, folded=False), [40]),
     "nvfp4": (PACKED, [40]),
 }  # fmt: skip
 
