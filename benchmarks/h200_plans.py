@@ -21,17 +21,16 @@ from _common import print_table
 import mmcompile
 from mmcompile.driver.mono import reschedule
 from mmcompile.driver.targets import load_target
-from mmcompile.runtime.batch import build_inputs
+from mmcompile.driver.tune import make_step, time_mode
 from mmcompile.runtime.device_gpu import GpuExecutor
 from mmcompile.runtime.engine import Engine
-from mmcompile.runtime.sequence import GREEDY, Sequence
 
 MODES = ("off", "layer", "step")
 
 
 def executor_of(engine: Engine) -> GpuExecutor:
     """The executor, to change its mode and to run a phase on inputs of our own."""
-    executor = engine._executor
+    executor = engine.executor
     assert isinstance(executor, GpuExecutor)
     return executor
 
@@ -50,19 +49,6 @@ def measure_copy(size: int = 1 << 31) -> float:
     del a, b
     torch.cuda.empty_cache()
     return best
-
-
-def make_step(engine: Engine, batch: int, context: int, token: int) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Inputs of one decode step of ``batch`` sequences of ``context`` tokens, the new one included."""
-    page_size = engine.limits.page_size
-    pages = -(-context // page_size)
-    items = []
-    for row in range(batch):
-        own = list(range(row * pages, (row + 1) * pages))
-        items.append((Sequence(row, [token + row] * context, context, GREEDY, 0, own, context - 1), 1))
-    blocks = engine.limits.max_context // page_size
-    inputs, symbols = build_inputs(items, page_size=page_size, max_blocks=blocks, rows=batch)
-    return {name: inputs[name] for name in executor_of(engine)._plan.phases["decode"].inputs}, symbols
 
 
 def run_steps(engine: Engine, mode: str, batch: int) -> list[torch.Tensor]:
@@ -87,18 +73,9 @@ def check_modes(engine: Engine, batch: int) -> dict[str, str]:
     return answers
 
 
-def time_mode(engine: Engine, mode: str, batch: int, context: int) -> float:
-    """Seconds per replayed decode graph, the median of five runs."""
-    executor_of(engine).mono = mode
-    inputs, symbols = make_step(engine, batch, context, 5)
-    for _ in range(2):
-        executor_of(engine).run("decode", inputs, symbols, ("logits",))
-    return statistics.median(executor_of(engine).time_graph(40) for _ in range(5))
-
-
 def count_bytes(engine: Engine, batch: int, context: int) -> int:
     """Weights of the decode phase but for the embedding's table, and the cache rows of the batch."""
-    plan = executor_of(engine)._plan
+    plan = executor_of(engine).plan
     phase = plan.phases["decode"]
     read = {v.buffer for la in phase.launches if la.op != "mm.embedding" for v in la.inputs.values() if v is not None}
     sizes = [plan.buffers[n] for n in read if plan.buffers[n].role == "weight"]
@@ -114,12 +91,12 @@ def count_bytes(engine: Engine, batch: int, context: int) -> int:
 def replace_programs(engine: Engine, programs: int) -> None:
     """Schedules for another number of programs."""
     executor = executor_of(engine)
-    plan = executor._plan
+    plan = executor.plan
     phase = plan.phases["decode"]
     spec = load_target(plan.target).spec
     schedules = tuple(reschedule(plan, spec, schedule, programs) for schedule in phase.schedules)
     phases = plan.phases | {"decode": phase.model_copy(update={"schedules": schedules})}
-    executor._plan = executor._merged_memory.plan = plan.model_copy(update={"phases": phases})
+    executor.plan = executor._merged_memory.plan = plan.model_copy(update={"phases": phases})
 
 
 def print_stages(engine: Engine, batch: int, context: int) -> None:

@@ -58,7 +58,7 @@ def run_group(engine: Engine, lengths: tuple[int, ...], steps: int) -> Tensor:
 
 def poison_caches(engine: Any) -> None:
     """Fill every page of the caches with NaN: nothing that a sequence did not write may decide a result."""
-    executor = engine._executor
+    executor = engine.executor
     for buffer in engine._plan.buffers.values():
         if buffer.role == "state":
             garbage = torch.full((count_bytes(buffer, {"pages": engine.limits.pages}),), _NAN, dtype=torch.uint8)

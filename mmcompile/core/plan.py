@@ -113,7 +113,8 @@ class Stage(Record):
     """A stage of a merged launch: ``record`` is a kernel that stands for (a part of) the phase's launch ``launch``.
 
     The kernel exists as branch ``body`` of the merged one only. ``waits``: earlier stages whose counters it waits for.
-    ``replicated``: every program computes all of its tiles, into a copy of its own.
+    ``replicated``: every program computes all of its tiles, into a copy of its own. ``gated``: it asks for its weights
+    before it waits.
     """
 
     launch: int
@@ -121,6 +122,7 @@ class Stage(Record):
     body: int
     waits: tuple[int, ...] = ()
     replicated: bool = False
+    gated: bool = False
 
 
 class Schedule(Record):

@@ -50,7 +50,8 @@ def schedule_decode(lowered: Lowered, merges: list[Merge], compiled: Compiled, t
     plan, spec = lowered.plan, target.spec
     phase = plan.phases[PHASE]
     replicable = {name for name, source in lowered.stages.sources.items() if source.replicable}
-    scheduler = Scheduler(plan, phase, replicable, spec, assign_layers(plan, phase))
+    gated = {name for name, source in lowered.stages.sources.items() if source.parts and source.parts.gated}
+    scheduler = Scheduler(plan, phase, replicable, spec, assign_layers(plan, phase), gated)
     schedules = []
     for merge in merges:
         binaries = compiled.kernels[merge.name].values()
@@ -78,7 +79,8 @@ def prove_recorded(plan: Plan, spec: TargetSpec, schedule: Schedule) -> None:
 def _open_scheduler(plan: Plan, spec: TargetSpec, schedule: Schedule) -> Scheduler:
     phase = plan.phases[PHASE]
     replicable = {stage.record.kernel for stage in schedule.stages if stage.replicated}
-    return Scheduler(plan, phase, replicable, spec, assign_layers(plan, phase))
+    gated = {stage.record.kernel for stage in schedule.stages if stage.gated}
+    return Scheduler(plan, phase, replicable, spec, assign_layers(plan, phase), gated)
 
 
 def _update(lowered: Lowered, **changes: object) -> None:

@@ -15,7 +15,7 @@ from mmcompile.core.schedule import Placed, place_stages
 from mmcompile.core.spec import TargetSpec
 from mmcompile.driver.summary import assign_layers
 from mmcompile.lower.memory import size_of
-from mmcompile.lower.merge import BANDWIDTH_SHARE, LAUNCH_SECONDS, WAIT_SECONDS
+from mmcompile.lower.merge import BANDWIDTH_SHARE, LAUNCH_SECONDS, WAIT_SECONDS, estimate_latency
 
 _ROWS, _ROW_HEIGHT, _WIDTH, _LEFT = 16, 16, 800, 90
 _KINDS = ("weights", "other", "wait")
@@ -140,7 +140,7 @@ def estimate_timeline(plan: Plan, spec: TargetSpec, schedule: Schedule, tokens: 
         mine = place.programs
         arrived[index, mine] = clock[mine]
         started[index, mine] = np.maximum(clock[mine], max(done, default=0.0))
-        seconds = _share_tiles(place) * sum(sizes[index]) / rate
+        seconds = _share_tiles(place) * sum(sizes[index]) / rate + estimate_latency(stage)
         ended[index, mine] = started[index, mine] + seconds[mine]
         clock[mine] = ended[index, mine]
     weights = np.array([w / (w + o) if w + o else 0.0 for w, o in sizes])

@@ -27,8 +27,11 @@ from mmcompile.lower.phase import Stages
 
 REPLICATED_TOKENS = 2
 """Up to so many tokens a row operation costs less on every program than waiting for the one that did it."""
-LAUNCH_SECONDS, WAIT_SECONDS, BANDWIDTH_SHARE = 2.2e-6, 1.2e-6, 0.9
-"""Cost model: ramp and gap of a launch in a graph, a wait between stages, share of the bandwidth (as on an H200)."""
+LAUNCH_SECONDS, WAIT_SECONDS, BANDWIDTH_SHARE = 2.7e-6, 0.75e-6, 0.9
+TILE_SECONDS, GATED_TILE_SECONDS, REPLICATED_TILE_SECONDS = 2.2e-6, 1.15e-6, 0.6e-6
+"""Cost model: a launch in a graph, a wait between stages, the share of the bandwidth that is reached; beside its bytes
+a stage, one whose weights are on their way before its wait, one that every program runs for itself. Measured on an H200
+with SmolLM2-135M at batch 1 (docs/measurements.md)."""
 
 Mode = Literal["standalone", "layer", "step"]
 
@@ -53,6 +56,13 @@ class Merge:
     def name(self) -> str:
         """Of the merged kernel: the same for the same kernels."""
         return f"mono_decode_{hashlib.sha256(repr(self.kernels).encode()).hexdigest()[:8]}"
+
+
+def estimate_latency(stage: Stage) -> float:
+    """Seconds of a stage beside its wait and its bytes."""
+    if stage.gated:
+        return GATED_TILE_SECONDS
+    return REPLICATED_TILE_SECONDS if stage.replicated else TILE_SECONDS
 
 
 def find_merge(schedule: Schedule) -> Merge:
@@ -90,7 +100,8 @@ def _refuse_choice(choice: Choice | None) -> str:
 class Scheduler:
     """Makes the schedules of one plan's phase.
 
-    replicable: kernels of which every program may run all tiles. layers: of every launch, None outside the layers.
+    replicable: kernels of which every program may run all tiles. gated: those that ask for weights before they wait.
+    layers: of every launch, None outside the layers.
     """
 
     plan: Plan
@@ -98,6 +109,7 @@ class Scheduler:
     replicable: Set[str]
     spec: TargetSpec
     layers: Sequence[int | None]
+    gated: Set[str] = frozenset()
     _written: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def make(self, merge: Merge, kernel: str, programs: int, resident: int, wanted: Mode) -> Schedule:
@@ -109,7 +121,7 @@ class Scheduler:
         private = self._find_private(merge)
         stages = [
             Stage(launch=launch, record=record, body=merge.kernels.index(record.kernel),
-                  replicated=self._is_replicated(merge, i, private))
+                  replicated=self._is_replicated(merge, i, private), gated=record.kernel in self.gated)
             for i, (launch, record) in enumerate(merge.places)
         ]  # fmt: skip
         symbols = self._largest_symbols(merge)
@@ -254,13 +266,13 @@ class Scheduler:
         symbols = self.plan.symbols | {"tokens": merge.low, "batch": merge.low}
         size = sum(size_of(self.plan.buffers[name], symbols) for name in weights)
         read = size / (BANDWIDTH_SHARE * self.spec.memory_bandwidth)
-        waits = WAIT_SECONDS * sum(bool(stage.waits) for stage in stages)
-        layers = len(self._split_layers(merge))
+        work = sum(estimate_latency(stage) + (WAIT_SECONDS if stage.waits else 0.0) for stage in stages)
         return {
             "standalone": read + LAUNCH_SECONDS * len(stages),
-            "layer": read + waits + (LAUNCH_SECONDS - WAIT_SECONDS) * layers,
-            "step": read + waits + LAUNCH_SECONDS,
+            "layer": read + work + LAUNCH_SECONDS * len(self._split_layers(merge)),
+            "step": read + work + LAUNCH_SECONDS,
         }
+
 
 
 def _locate(buffer: Buffer, symbols: Mapping[str, int], writes: bool) -> Access:

@@ -64,7 +64,7 @@ class GpuExecutor:
         read_binary: Callable[[str, Binary], bytes],
         mono: str = "auto",
     ) -> None:
-        self._plan, self._driver, self._architecture = plan, driver, architecture
+        self.plan, self._driver, self._architecture = plan, driver, architecture
         self._fixed_symbols = {"pages": pages}
         self.mono, self._merged_memory = mono, MergedMemory(plan, driver)
         self._programs: dict[tuple[str, str, tuple[tuple[str, int], ...]], _Program] = {}
@@ -93,7 +93,7 @@ class GpuExecutor:
     def _binary(self, kernel: Kernel) -> Binary:
         if self._architecture not in kernel.binaries:
             raise ArtifactError(
-                f"kernel {kernel.name} has no binary for {self._architecture}", where=self._plan.target, fix=_REBUILD
+                f"kernel {kernel.name} has no binary for {self._architecture}", where=self.plan.target, fix=_REBUILD
             )
         return kernel.binaries[self._architecture]
 
@@ -103,7 +103,7 @@ class GpuExecutor:
         for role in ("weight", "derived", "state"):
             sizes = {
                 b.name: align(count_bytes(b, self._fixed_symbols))
-                for b in self._plan.buffers.values()
+                for b in self.plan.buffers.values()
                 if b.role == role
             }
             if not sizes:
@@ -119,10 +119,10 @@ class GpuExecutor:
 
     def _place_staging(self) -> None:
         """One block for all inputs of a phase, on the host and on the device, so that a step makes one copy."""
-        limits = {**self._plan.symbols, **self._fixed_symbols}
+        limits = {**self.plan.symbols, **self._fixed_symbols}
         sizes = (
-            sum(align(count_bytes(self._plan.buffers[name], limits)) for name in phase.inputs)
-            for phase in self._plan.phases.values()
+            sum(align(count_bytes(self.plan.buffers[name], limits)) for name in phase.inputs)
+            for phase in self.plan.phases.values()
         )
         size = max(max(sizes, default=0), ALIGNMENT)
         self._staging = self._driver.allocate(size)
@@ -186,8 +186,8 @@ class GpuExecutor:
     def read_state(self) -> dict[str, Tensor]:
         """Contents of the caches, by buffer."""
         self._driver.activate()
-        states = {b.name: b for b in self._plan.buffers.values() if b.role == "state"}
-        sizes = Evaluation(self._plan, self._fixed_symbols)
+        states = {b.name: b for b in self.plan.buffers.values() if b.role == "state"}
+        sizes = Evaluation(self.plan, self._fixed_symbols)
         found = {name: torch.empty(sizes.shape(name), dtype=torch_dtype(b)) for name, b in states.items()}
         for name, tensor in found.items():
             self._driver.copy_to_host(tensor.data_ptr(), self._persistent[name], tensor.nbytes)
@@ -228,22 +228,22 @@ class GpuExecutor:
     def _program(self, phase: str, inputs: Mapping[str, Tensor], symbols: Symbols) -> _Program:
         key = (phase, f"{self.mono} {self._merged_memory.records}", tuple(sorted(symbols.items())))
         if key not in self._programs:
-            check_symbols(self._plan, phase, symbols)
-            check_inputs(self._plan, self._plan.phases[phase], inputs, symbols)
+            check_symbols(self.plan, phase, symbols)
+            check_inputs(self.plan, self.plan.phases[phase], inputs, symbols)
             evictable = [k for k, program in self._programs.items() if program.graph is None]
             if len(evictable) >= _PROGRAMS_KEPT:
                 del self._programs[evictable[0]]
-            self._programs[key] = self._bind(self._plan.phases[phase], Evaluation(self._plan, symbols))
+            self._programs[key] = self._bind(self.plan.phases[phase], Evaluation(self.plan, symbols))
         return self._programs[key]
 
     def _bind(self, phase: Phase, sizes: Evaluation) -> _Program:
         program, pointers = _Program(), dict(self._persistent)
         for name in phase.inputs:
             pointers[name] = self._staging + program.input_bytes
-            size = count_bytes(self._plan.buffers[name], sizes.symbols)
+            size = count_bytes(self.plan.buffers[name], sizes.symbols)
             program.inputs.append((name, program.input_bytes, size))
             program.input_bytes += align(size)
-        for buffer in self._plan.buffers.values():
+        for buffer in self.plan.buffers.values():
             if buffer.offset is not None:
                 pointers[buffer.name] = self._arena + buffer.offset
         schedule = find_schedule(phase, sizes.symbols, self.mono)
@@ -260,7 +260,7 @@ class GpuExecutor:
             else:
                 program.steps.append(self._bind_fallback(launch, sizes, pointers))
         for name in phase.outputs:
-            dtype = torch_dtype(self._plan.buffers[name])
+            dtype = torch_dtype(self.plan.buffers[name])
             program.outputs[name] = (_find_pointer(pointers, name), sizes.shape(name), dtype)
         return program
 
@@ -268,7 +268,7 @@ class GpuExecutor:
         self, launch: Launch, choice: Choice, sizes: Evaluation, pointers: Mapping[str, int]
     ) -> Iterator[Callable[[], None]]:
         for record in choice.kernels:
-            binary, parameters = self._binaries[record.kernel], self._plan.kernels[record.kernel].parameters
+            binary, parameters = self._binaries[record.kernel], self.plan.kernels[record.kernel].parameters
             if len(parameters) != len(record.arguments):
                 raise ArtifactError(
                     f"kernel {record.kernel} takes {len(parameters)} arguments, not {len(record.arguments)}",
@@ -295,7 +295,7 @@ class GpuExecutor:
         return sizes.number(argument) if isinstance(argument, str) else self._locate(argument, sizes, pointers)
 
     def _locate(self, view: View, sizes: Evaluation, pointers: Mapping[str, int]) -> int:
-        itemsize = torch_dtype(self._plan.buffers[view.buffer]).itemsize
+        itemsize = torch_dtype(self.plan.buffers[view.buffer]).itemsize
         return _find_pointer(pointers, view.buffer) + sizes.number(view.offset) * itemsize
 
     def _scratch_for(self, kind: str, size: int) -> int:
@@ -313,7 +313,7 @@ class GpuExecutor:
         written = {v.buffer for v in launch.outputs} | {views[name].buffer for name in call.mutated}
         involved = {v.buffer for v in (*views.values(), *launch.outputs)}
         places = {
-            name: (_find_pointer(pointers, name), sizes.shape(name), torch_dtype(self._plan.buffers[name]))
+            name: (_find_pointer(pointers, name), sizes.shape(name), torch_dtype(self.plan.buffers[name]))
             for name in sorted(involved)
         }
 
@@ -344,9 +344,9 @@ class GpuExecutor:
         return {
             "device": f"{self._driver.kind} {self._driver.device_name} ({self._driver.architecture})",
             "kernels": len(self._functions),
-            "launches": {name: len(phase.launches) for name, phase in self._plan.phases.items()},
-            "fallbacks": list_fallbacks(self._plan),
-            "memory": memory_by_role(self._plan, self._fixed_symbols),
+            "launches": {name: len(phase.launches) for name, phase in self.plan.phases.items()},
+            "fallbacks": list_fallbacks(self.plan),
+            "memory": memory_by_role(self.plan, self._fixed_symbols),
             "graphs": [{"phase": k[0], **dict(k[2])} for k, program in self._programs.items() if program.graph],
         }
 

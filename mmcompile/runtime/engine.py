@@ -87,7 +87,7 @@ class Engine:
         random_weights: int | None = None,
     ) -> None:
         self.manifest, self.limits, self.seed, self.random_weights = artifact.manifest, limits, seed, random_weights
-        self._root, self._plan, self._selection, self._executor = artifact.root, plan, selection, executor
+        self._root, self._plan, self._selection, self.executor = artifact.root, plan, selection, executor
         self._allocator = PageAllocator(limits.pages)
         self._scheduler = Scheduler(
             self._allocator,
@@ -324,13 +324,13 @@ class Engine:
     # Shared.
 
     def _run(self, phase: str, items: Items[tuple[Sequence, int]], outputs: tuple[str, ...]) -> dict[str, Tensor]:
-        pads = phase == "decode" and self._executor.pads_decode
+        pads = phase == "decode" and self.executor.pads_decode
         rows = round_up_to_power_of_two(len(items), self._plan.symbols["batch"]) if pads else len(items)
         inputs, symbols = build_inputs(
             items, page_size=self.limits.page_size, max_blocks=self._plan.symbols["max_blocks"], rows=rows
         )
         needed = self._plan.phases[phase].inputs
-        return self._executor.run(phase, {name: inputs[name] for name in needed}, symbols, outputs)
+        return self.executor.run(phase, {name: inputs[name] for name in needed}, symbols, outputs)
 
     def _new_sequence(self, prompt_ids: Items[int], params: SamplingParams) -> Sequence:
         tokens = [int(token) for token in prompt_ids]
@@ -376,7 +376,7 @@ class Engine:
             "architecture": self._selection.architecture,
             "match": self._selection.match,
             "weights": describe_weights(self.random_weights),
-            **self._executor.describe(),
+            **self.executor.describe(),
             "pages": {"total": self._allocator.total, "free": self._allocator.free, "size": self.limits.page_size},
             "max_batch": self.limits.max_batch,
             "max_context": self.limits.max_context,
@@ -384,11 +384,11 @@ class Engine:
 
     def time_decode_graph(self, repeats: int = 100) -> float:
         """Seconds per replay of the last decode step's CUDA graph; RequestError where nothing was captured."""
-        measure = getattr(self._executor, "time_graph", None)
+        measure = getattr(self.executor, "time_graph", None)
         if measure is None:
             raise RequestError("this device has no graphs", fix="load the artifact with device='cuda'")
         return float(measure(repeats))
 
     def close(self) -> None:
         """Free the device's memory."""
-        self._executor.close()
+        self.executor.close()

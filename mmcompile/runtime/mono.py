@@ -41,7 +41,7 @@ class Merged:
 
 
 def find_schedule(phase: Phase, symbols: Mapping[str, int], mono: str) -> Schedule | None:
-    """The schedule to run a phase by: of the artifact's own choice ("auto") or the named mode; None for standalone."""
+    """The schedule to run a phase by: of the artifact's own choice ("auto") or the named mode; None if not merged."""
     tokens = symbols.get("tokens", 0)
     for schedule in phase.schedules:
         if schedule.low <= tokens <= schedule.high:

@@ -3,119 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from mmcompile.core.errors import LoweringError, ToolchainError
-from mmcompile.core.plan import Binary, Buffer, Choice, Kernel, KernelLaunch, Launch, Phase, Plan, Schedule, View
+from mmcompile.core.plan import Choice, KernelLaunch
 from mmcompile.core.schedule import ARGUMENTS, COUNTER_STRIDE, STAGE_WORDS, WAITS
 from mmcompile.driver.emulated_device import EmulatedDriver
 from mmcompile.driver.mono import reschedule
 from mmcompile.driver.mono_summary import draw_timeline, estimate_timeline, list_schedules
 from mmcompile.driver.shorten import shorten_decode
-from mmcompile.driver.summary import assign_layers
-from mmcompile.driver.targets import load_target
 from mmcompile.emulate.memory import BASE
-from mmcompile.lower.merge import Scheduler, propose_merges
-from mmcompile.lower.phase import Stages
+from mmcompile.lower.merge import WAIT_SECONDS, propose_merges
 from mmcompile.runtime.device_gpu import GpuExecutor
+from tests.driver.mono_model import LINEAR, NORM, PROGRAMS, SPEC, TILES, Model, make_case, scheduler, tamper, view
 
-WIDTH, TILE, PROGRAMS = 8, 2, 3
-SPEC = load_target("sm90").spec
-NORM, LINEAR = "norm_kernel", "linear_kernel"
-
-
-def view(buffer: Buffer) -> View:
-    strides = (buffer.shape[1], 1) if len(buffer.shape) == 2 else (1,)
-    return View(buffer=buffer.name, shape=buffer.shape, strides=strides)
-
-
-class Model:
-    """x, then layers of h = x + norm(x) @ proj.T, then out = h @ head.T and an operation without a kernel."""
-
-    def __init__(self, layers: int) -> None:
-        self.buffers: dict[str, Buffer] = {}
-        self.launches: list[Launch] = []
-        self.choices: list[tuple[Choice, ...]] = []
-        rows = ("tokens", WIDTH)
-        last = self.buffer("x", rows, "input")
-        for i in range(layers):
-            norm, proj = (
-                self.buffer(f"layers.{i}.norm", (WIDTH,), "weight"),
-                self.buffer(f"layers.{i}.proj", (WIDTH, WIDTH), "weight"),
-            )
-            normed, following = self.buffer(f"n{i}", rows, "temporary"), self.buffer(f"h{i}", rows, "temporary")
-            self.launch("mm.rms_norm", {"x": last, "weight": norm}, normed, NORM, ("tokens", "1", "1"))
-            inputs = {"x": normed, "weight": proj, "residual": last}
-            self.launch("mm.linear", inputs, following, LINEAR, (str(WIDTH // TILE), "1", "1"))
-            last = following
-        head, out = self.buffer("head", (WIDTH, WIDTH), "weight"), self.buffer("out", rows, "output")
-        inputs = {"x": last, "weight": head, "residual": last}
-        self.launch("mm.linear", inputs, out, LINEAR, (str(WIDTH // TILE), "1", "1"))
-        self.launch("mm.sample", {"logits": out}, self.buffer("next", rows, "output"), "", ())
-
-    def buffer(self, name: str, shape: tuple, role: str) -> Buffer:
-        offset = 4096 * len(self.buffers) if role in ("temporary", "output") else None
-        self.buffers[name] = Buffer(name=name, shape=shape, dtype="float32", role=role, offset=offset)
-        return self.buffers[name]
-
-    def launch(self, op: str, inputs: dict[str, Buffer], output: Buffer, kernel: str, grid: tuple) -> None:
-        views = {name: view(buffer) for name, buffer in inputs.items()}
-        records = (KernelLaunch(kernel=kernel, grid=grid, arguments=(*views.values(), view(output))),) if kernel else ()
-        choices = (Choice(max_tokens=None, template="t", kernels=records),) if kernel else ()
-        self.launches.append(
-            Launch(
-                name=f"n{len(self.launches)}",
-                op=op,
-                inputs=views,
-                outputs=(view(output),),
-                attributes={},
-                choices=choices,
-            )
-        )
-        self.choices.append(choices)
-
-    @property
-    def stages(self) -> Stages:
-        return Stages(self.choices, ["" if c else "it is drawn by the host" for c in self.choices], {})
-
-    def plan(self, **changes: Any) -> Plan:
-        phase = Phase(name="decode", inputs=("x",), outputs=("out",), launches=tuple(self.launches[:-1]),
-                      after=tuple(() for _ in self.launches[:-1]), arena_bytes=4096 * len(self.buffers))  # fmt: skip
-        phase = phase.model_copy(update=changes)
-        return Plan(
-            target="sm90",
-            symbols={"tokens": 16, "batch": 16},
-            buffers=self.buffers,
-            phases={"decode": phase},
-            kernels={},
-        )
-
-    def schedule(self, programs: int = PROGRAMS, which: int = 0) -> Schedule:
-        plan = self.plan()
-        merges, _ = propose_merges(
-            plan.phases["decode"].model_copy(update={"launches": tuple(self.launches)}), self.stages
-        )
-        return scheduler(plan).make(merges[which], merges[which].name, programs, programs, "step")
-
-    def merged_plan(self, **options: Any) -> Plan:
-        schedule = self.schedule(**options)
-        binary = Binary(file="", assembly="", sha256="", symbol=schedule.kernel, shared=0, num_warps=4, warp_size=32,
-                        registers=64, spills=0, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
-                        ledger={})  # fmt: skip
-        own = ("table", "counters", "times", "first", "last", "tokens")
-        kernel = Kernel(name=schedule.kernel, source="", parameters=tuple((n, "i32") for n in own), num_stages=1,
-                        expectations={}, binaries={"sm_90a": binary})  # fmt: skip
-        unused = {name: kernel.model_copy(update={"name": name}) for name in (NORM, LINEAR)}
-        return self.plan(schedules=(schedule,)).model_copy(update={"kernels": unused | {schedule.kernel: kernel}})
-
-
-def scheduler(plan: Plan) -> Scheduler:
-    phase = plan.phases["decode"]
-    return Scheduler(plan, phase, {NORM}, SPEC, assign_layers(plan, phase))
+WIDTH, TILE = 8, 8 // TILES
 
 
 def test_the_longest_run_is_merged_for_every_range_of_token_counts() -> None:
@@ -144,11 +49,6 @@ def test_few_tokens_are_normed_by_every_program_and_more_by_one() -> None:
     assert [s.waits for s in small.stages] == [(), (), (1,), (), (3,)]
     assert [s.waits for s in large.stages] == [(), (0,), (1,), (2,), (3,)]
     assert small.layers == ((0, 2), (2, 4), (4, 5)) and small.mode == "step" and small.basis == "cost model"
-
-
-def tamper(schedule: Schedule, index: int, **changes: Any) -> Schedule:
-    stages = tuple(s.model_copy(update=changes) if i == index else s for i, s in enumerate(schedule.stages))
-    return schedule.model_copy(update={"stages": stages})
 
 
 @pytest.mark.parametrize("fault", ["dropped", "forward", "shared", "private", "space", "alone", "programs", "none"])
@@ -235,7 +135,7 @@ def test_reports_count_launches_waits_and_bytes() -> None:
     ran = ~np.isnan(timeline.ended)
     assert (timeline.arrived <= timeline.started)[ran].all() and (timeline.started < timeline.ended)[ran].all()
     assert (np.isnan(timeline.ended) == ~np.stack([p.programs for p in timeline.placed])).all()
-    assert timeline.started[2].min() >= np.nanmax(timeline.ended[1]) + 1e-6
+    assert timeline.started[2].min() >= np.nanmax(timeline.ended[1]) + 0.99 * WAIT_SECONDS
     assert sum(timeline.split().values()) == pytest.approx(np.nanmax(timeline.ended))
     picture = draw_timeline(plan, SPEC)
     assert {bar["kind"] for bar in picture["bars"]} == {"weights", "other", "wait"}
@@ -304,19 +204,13 @@ class TableDriver(EmulatedDriver):
 def execute(mono: str, tokens: int, which: int, hangs_at: int = -1) -> tuple[torch.Tensor, torch.Tensor, TableDriver]:
     """(result, reference, driver) of one step."""
     plan = Model(2).merged_plan(which=which)
-    generator = torch.Generator().manual_seed(0)
-    weights = {b.name: torch.randn(b.shape, generator=generator) for b in plan.buffers.values() if b.role == "weight"}
+    weights, x, expected = make_case(plan, tokens)
     kernels = {name: ("", k.binaries["sm_90a"], len(k.parameters)) for name, k in plan.kernels.items()}
     driver = TableDriver(kernels, "9.0")
     driver.hangs_at = hangs_at
     executor = GpuExecutor(plan, iter(weights.items()), 1, driver, "sm_90a", lambda name, _: name.encode(), mono)
-    x = torch.randn(tokens, WIDTH, generator=generator)
-    h = x
-    for i in range(2):
-        n = h / h.square().mean(-1, keepdim=True).sqrt() * weights[f"layers.{i}.norm"]
-        h = h + n @ weights[f"layers.{i}.proj"].T
     result = executor.run("decode", {"x": x}, {"tokens": tokens, "batch": tokens}, ("out",))["out"]
-    return result, h + h @ weights["head"].T, driver
+    return result, expected, driver
 
 
 @pytest.mark.parametrize(("mono", "launches"), [("auto", 1), ("step", 1), ("layer", 3)])
