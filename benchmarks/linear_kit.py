@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +18,12 @@ from mmcompile.targets._kernels import linear, linear_nvfp4
 from mmcompile.targets._kernels.linear import Blocks
 from mmcompile.targets._toolchain import CompileJob, compile_many
 from mmcompile.targets._tuned.fragments_gemm import emit_fragments_gemm
-from mmcompile.targets._tuned.linear_fragments import Config, emit_fragments, emit_rows
+from mmcompile.targets._tuned.linear_configs import Config
+from mmcompile.targets._tuned.linear_fragments import TEMPLATES as TUNED
+from mmcompile.targets._tuned.linear_fragments import emit_fragments, emit_rows
 from mmcompile.targets.sm90 import TARGET
 
+Shape = tuple[int, int, str]
 # (weight rows, k, activation): SmolLM2-135M, Llama-3.2-1B, Llama-3-8B, MiniMax-M3.1.
 SHAPES = (
     (960, 576, "none"), (576, 576, "none"), (3072, 576, "swiglu"), (576, 1536, "none"), (49152, 576, "none"),
@@ -28,9 +31,9 @@ SHAPES = (
     (6144, 4096, "none"), (4096, 4096, "none"), (28672, 4096, "swiglu"), (4096, 14336, "none"),
     (9856, 6144, "none"), (6144, 8192, "none"), (24576, 6144, "none"), (24576, 3072, "none"), (262144, 6144, "none"),
 )  # fmt: skip
-DECODE, PREFILL = (1, 2, 4, 8, 16), (32, 512)
+DECODE, PREFILL = (1, 2, 4, 8, 16), (32, 64, 512)
 GEMM_SHAPES = ((576, 1536), (3072, 2048), (16384, 2048), (4096, 4096), (28672, 4096), (4096, 14336))
-GEMMS = (Blocks(32, 64, 64, 4, 3), Blocks(64, 128, 64, 4, 3), Blocks(64, 64, 64, 4, 3), Blocks(128, 128, 64, 8, 3))
+GEMMS = (Blocks(64, 128, 64, 4, 3), Blocks(64, 64, 64, 4, 3), Blocks(128, 128, 64, 8, 3))
 READ = '''
 import triton
 import triton.language as tl
@@ -42,8 +45,9 @@ def kernel(x, out, n):
     total = tl.zeros((4096,), tl.int32)
     for part in tl.static_range(2):
         place = start + part * 4096 + tl.arange(0, 4096)
-        total |= tl.load(x + place, mask=place < n, other=0, eviction_policy="evict_first")
-    tl.store(out + tl.arange(0, 1), tl.reduce(total, 0, any_bit, keep_dims=True), mask=total.shape[0] < 0)
+        total |= tl.load(x + place, mask=place // 4 < n // 4, other=0, eviction_policy="evict_first")
+    found = tl.reduce(total, 0, any_bit)
+    tl.store(out, found, mask=found == 1)
 
 
 @triton.jit
@@ -80,41 +84,56 @@ def list_configs(op: str, rows: int, activation: str, groups: int) -> Iterator[C
         yield replace(config, paired=True) if activation == "swiglu" else config
 
 
-def list_sources(sweep: bool) -> Iterator[tuple[dict[str, object], KernelSource]]:
+def list_choices(selector: Selector, call: OpCall, counts: tuple[int, ...]) -> Iterator[tuple[list[int], KernelSource]]:
+    """(token counts, source) of the kernels that are selected for a call."""
+    chosen, reason = selector.select(call, 512)
+    assert chosen, reason
+    above = 0
+    for choice in chosen:
+        mine = [t for t in counts if above < t <= (choice.max_tokens or 1 << 30)]
+        above = choice.max_tokens or 0
+        if mine:
+            yield mine, choice.sources[0]
+
+
+def list_sweep(op: str, rows: int, k: int, activation: str) -> Iterator[tuple[dict[str, object], KernelSource]]:
+    """Every configuration of the tuned kernels for one shape."""
+    call = describe(op, rows, k, activation)
+    emit = emit_rows if op == "linear" else emit_fragments
+    for groups in (1, 2):
+        for config in dict.fromkeys(list_configs(op, rows, activation, groups)):
+            label = f"w{config.warps}" + "h" * config.hold + "p" * config.paired + f"s{config.slices}"
+            yield {"config": label, "tokens": DECODE[:4] if groups == 1 else [16]}, emit(call, groups, config)[0]
+    if op == "linear_nvfp4" and (rows, k) in GEMM_SHAPES:
+        for blocks in GEMMS:
+            label = f"gemm{blocks.m}x{blocks.n}w{blocks.num_warps}s{blocks.num_stages}"
+            yield {"config": label, "tokens": [512]}, emit_fragments_gemm(call, blocks, {})[0]
+    if op == "linear_nvfp4" and rows in (9856, 262144):
+        call = describe(op, rows, k, activation, "float16")
+        for config in list_configs(op, rows, activation, 1):
+            label = f"f16 w{config.warps}" + "h" * config.hold
+            yield {"config": label, "tokens": [1, 8], "dtype": "float16"}, emit_fragments(call, 1, config)[0]
+
+
+def list_sources(shapes: Sequence[Shape], sweep: bool) -> Iterator[tuple[dict[str, object], KernelSource]]:
     """(entry, source) of everything to be timed."""
-    portable = Selector(TARGET.spec, (*linear.TEMPLATES, *linear_nvfp4.TEMPLATES))
-    for rows, k, activation in SHAPES:
+    templates = (*TUNED, *linear.TEMPLATES, *linear_nvfp4.TEMPLATES)
+    portable, tuned = (Selector(TARGET.spec, templates, portable=p) for p in (True, False))
+    for rows, k, activation in shapes:
+        counts = DECODE + PREFILL if (rows, k) in GEMM_SHAPES else DECODE
         for op in ("linear", "linear_nvfp4"):
             call = describe(op, rows, k, activation)
             entry = {"op": op, "rows": rows, "k": k, "activation": activation, "dtype": "bfloat16"}
-            chosen, reason = portable.select(call, 512)
-            assert chosen, reason
-            above = 0
-            for choice in chosen:
-                wanted = DECODE + PREFILL if (rows, k) in GEMM_SHAPES else DECODE
-                counts = [t for t in wanted if above < t <= (choice.max_tokens or 1 << 30)]
-                above = choice.max_tokens or 0
-                if counts:
-                    yield entry | {"config": "portable", "tokens": counts}, choice.sources[0]
-            if not sweep or (op == "linear_nvfp4" and k % 256):
-                continue
-            emit = emit_rows if op == "linear" else emit_fragments
-            for groups in (1, 2):
-                for config in dict.fromkeys(list_configs(op, rows, activation, groups)):
-                    label = f"w{config.warps}" + "h" * config.hold + "p" * config.paired + f"s{config.slices}"
-                    counts = [1, 8] if groups == 1 else [16]
-                    yield entry | {"config": label, "tokens": counts}, emit(call, groups, config)[0]
-            if op == "linear_nvfp4" and (rows, k) in GEMM_SHAPES:
-                for blocks in GEMMS:
-                    label = f"gemm{blocks.m}x{blocks.n}w{blocks.num_warps}s{blocks.num_stages}"
-                    counts = [32] if blocks.m == 32 else [512]
-                    yield entry | {"config": label, "tokens": counts}, emit_fragments_gemm(call, blocks, {})[0]
-        if sweep and rows in (9856, 24576, 262144):
-            call = describe("linear_nvfp4", rows, k, activation, "float16")
-            entry = {"op": "linear_nvfp4", "rows": rows, "k": k, "activation": activation, "dtype": "float16"}
-            for config in list_configs("linear_nvfp4", rows, activation, 1):
-                label = f"f16 w{config.warps}" + "h" * config.hold + "p" * config.paired
-                yield entry | {"config": label, "tokens": [1, 8]}, emit_fragments(call, 1, config)[0]
+            for tokens, source in list_choices(portable, call, counts):
+                yield entry | {"config": "portable", "tokens": tokens}, source
+            layouts = tuned.propose_layouts(call)
+            arranged = {n: replace(o, layout=layouts.get(n, "linear")) if o else None for n, o in call.operands.items()}
+            for tokens, source in list_choices(tuned, replace(call, operands=arranged), counts):
+                if layouts or source.lanes:
+                    yield entry | {"config": "selected", "tokens": tokens}, source
+            if sweep and (op == "linear" or k % 256 == 0):
+                for own, source in list_sweep(op, rows, k, activation):
+                    yield entry | own, source
 
 
 def main() -> None:
@@ -122,12 +141,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", type=Path, required=True)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only", help="rows x k of shapes, comma-separated, e.g. 4096x4096,3072x2048")
     options = parser.parse_args()
     out = options.o
     out.mkdir(parents=True, exist_ok=True)
     parameters = (Parameter("x", "*i32", "x"), Parameter("out", "*i32", "out"), Parameter("n", "i32", "n"))
     read = KernelSource("read", READ, parameters, ("cdiv(n, 8192)", "1", "1"), 4, 1)
-    found = [({"op": "read", "rows": 0, "k": 0, "config": "", "tokens": []}, read), *list_sources(options.sweep)]
+    shapes = [s for s in SHAPES if not options.only or f"{s[0]}x{s[1]}" in options.only.split(",")]
+    found = [({"op": "read", "rows": 0, "k": 0, "config": "", "tokens": []}, read)]
+    found += list_sources(shapes, options.sweep)
     jobs = [CompileJob(source, TARGET.spec.architectures[0], TARGET.spec) for _, source in found]
     entries = []
     for (entry, source), compiled in zip(found, compile_many(jobs), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,57 @@ class Config:
     max_registers: int | None = None
 
 
+_WIDE, _HELD = Config(8), Config(8, hold=True)
+# (weight rows, k): for at most 8 tokens, for at most 16; docs/measurements.md has the times.
+_FRAGMENTS = {
+    (3072, 2048): (_HELD, _HELD),
+    (2048, 2048): (_HELD, _HELD),
+    (16384, 2048): (Config(8), Config(4, paired=True)),
+    (2048, 8192): (_HELD, _HELD),
+    (128256, 2048): (Config(4), Config(2, paired=True)),
+    (6144, 4096): (_HELD, _WIDE),
+    (4096, 4096): (_HELD, _HELD),
+    (28672, 4096): (Config(4), Config(4, paired=True)),
+    (4096, 14336): (_HELD, _HELD),
+    (9856, 6144): (_WIDE, _WIDE),
+    (6144, 8192): (_HELD, _WIDE),
+    (24576, 6144): (Config(4), Config(4, paired=True)),
+    (24576, 3072): (Config(4), Config(4, paired=True)),
+    (262144, 6144): (Config(4), Config(4, paired=True)),
+}
+# The same for unquantized weights; None where the portable kernel is as fast.
+_ROWS: dict[tuple[int, int], tuple[Config | None, Config | None]] = {
+    (960, 576): (_HELD, _HELD),
+    (576, 576): (_HELD, _HELD),
+    (3072, 576): (_HELD, _HELD),
+    (576, 1536): (_HELD, None),
+    (3072, 2048): (_HELD, None),
+    (2048, 2048): (_HELD, _HELD),
+    (2048, 8192): (_HELD, _HELD),
+    (16384, 2048): (_HELD, None),
+    (262144, 6144): (_HELD, None),
+}
+
+
 def choose_fragments(rows: int, k: int, groups: int, swiglu: bool, units: int) -> Config:
-    """For NVFP4 fragments and at most 8 * groups tokens."""
-    return Config(8 if k >= 2048 else 4, hold=True, paired=swiglu)
+    """For NVFP4 fragments and at most 8 * groups tokens.
+
+    The rule for other shapes: few programs a unit keep their loads together and share K among eight warps; many hide
+    the latency by their number, with fewer warps and, for more tokens, fewer reads of x.
+    """
+    programs = rows / (16 * units)
+    if (rows, k) in _FRAGMENTS:
+        config = _FRAGMENTS[rows, k][groups - 1]
+    elif programs >= 7:
+        config = Config(4, paired=groups > 1)
+    else:
+        config = _HELD if programs < (4 if groups == 1 else 2.5) else _WIDE
+    steps = k // 256
+    return replace(config, warps=min(config.warps, 1 << (steps - 1).bit_length()), paired=config.paired or swiglu)
 
 
 def choose_rows(rows: int, k: int, groups: int, swiglu: bool, units: int) -> Config | None:
     """For unquantized weights; None where the portable kernel is faster."""
-    return None
+    few = _HELD if rows <= 3072 else None
+    config = _ROWS.get((rows, k), (few, None))[groups - 1]
+    return None if config is None else replace(config, paired=config.paired or swiglu)

@@ -15,7 +15,6 @@ from mmcompile.targets._kernels.common import ceil_div, kernel_name, need, row_s
 from mmcompile.targets._kernels.linear import (
     Blocks,
     epilogue_label,
-    gemm_blocks,
     has_many_rows,
     linear_constants,
     mma_ledger,
@@ -34,14 +33,19 @@ from mmcompile.targets._tuned.linear_ptx import hold_loads, multiply_fragments, 
 
 GROUPS = (1, 2)
 """Groups of 8 tokens, the columns of an mma, that a decode linear can take."""
+MOST_ROWS_IN_PARTS = 8192
+"""Weight rows up to which the decode kernel is used for 64 tokens, 16 a program, and up to 32 tokens for any."""
 _VECTOR = 8  # elements of the 16 bytes that a lane loads at a time
 
 
-def emit_fragments(call: OpCall, groups: int, config: Config) -> tuple[KernelSource, ...]:
-    """The kernel of an NVFP4 weight in fragment order for at most 8 * groups tokens."""
+def emit_fragments(call: OpCall, groups: int, config: Config, *, parts: bool = False) -> tuple[KernelSource, ...]:
+    """The kernel of an NVFP4 weight in fragment order for at most 8 * groups tokens; with ``parts`` as many a program.
+
+    The programs of a tile for several parts of the tokens run side by side and share the weights in the caches.
+    """
     chunks = [multiply_fragments(need(call, "x").dtype, chunk, groups) for chunk in range(4)]
     constants = {"CHUNKS": (*(text for text, _ in chunks), chunks[0][1])}
-    return _emit(call, tile_fragments, WEIGHTS, constants, groups, config)
+    return _emit(call, tile_fragments, WEIGHTS, constants, groups, config, parts)
 
 
 def emit_rows(call: OpCall, groups: int, config: Config) -> tuple[KernelSource, ...]:
@@ -55,8 +59,9 @@ def emit_rows(call: OpCall, groups: int, config: Config) -> tuple[KernelSource, 
 
 
 def _emit(
-    call: OpCall, tile: Any, weights: tuple[str, ...], own: dict[str, Any], groups: int, config: Config
-) -> tuple[KernelSource, ...]:
+    call: OpCall, tile: Any, weights: tuple[str, ...], own: dict[str, Any], groups: int, config: Config,
+    parts: bool = False,
+) -> tuple[KernelSource, ...]:  # fmt: skip
     x, dtype = need(call, "x"), need(call, "x").dtype
     config = replace(config, warps=stage_warps(call, config.warps))
     constants: dict[str, Any] = linear_constants(call, 0, 0)
@@ -71,16 +76,19 @@ def _emit(
         "BARRIER": repr(hold_loads()),
     }
     names = [name for name in inspect.signature(tile.fn).parameters if name in constants]
-    label = epilogue_label(call)
+    label, tiles = epilogue_label(call), str(ceil_div(rows, 32 if paired else 16))
+    body = tile_call(f"{tile.__name__}(gate, ", call, "x", (*weights, "None", "None")[:3],
+                     {n: constants[n] for n in names})  # fmt: skip
+    if parts:
+        body, tiles = _take_part(body, x.shape[0], 8 * groups), f"{tiles} * cdiv({x.shape[0]}, {8 * groups})"
     source = emit_kernel(
-        name=kernel_name(f"{call.op}_lanes{8 * groups}", short_dtype(dtype), f"{rows}x{k}", label),
+        name=kernel_name(f"{call.op}_lanes{8 * groups}{'_parts' * parts}", short_dtype(dtype), f"{rows}x{k}", label),
         title=f"{call.op}: [{x.shape[0]}, {k}] {dtype} by a weight [{rows}, {k}], epilogue: {label or 'none'}.",
         tiles=[tile],
         constants=constants,
         parameters=operand_parameters(call, ("x", *weights)),
-        body=tile_call(f"{tile.__name__}(gate, ", call, "x", (*weights, "None", "None")[:3],
-                       {n: constants[n] for n in names}),
-        grid=(str(ceil_div(rows, 32 if paired else 16)), "1", "1"),
+        body=body,
+        grid=(tiles, "1", "1"),
         num_warps=config.warps,
         num_stages=1,
         ledger={"HMMA.16816": True},
@@ -88,6 +96,17 @@ def _emit(
         prefetch=prefetch_rows(need(call, weights[0]), weights[0], 32 if paired else 16, bool(constants["SWIGLU"])),
     )
     return (replace(source, lanes=True, max_registers=config.max_registers),)
+
+
+def _take_part(body: str, rows: int | str, tokens: int) -> str:
+    """The call of a tile for one of the parts of ``tokens`` tokens, the parts of a tile next to each other."""
+    for old, new in (
+        ("tl.program_id(0), x,", "tl.program_id(0) // parts, x + first * X_STRIDE,"),
+        (" residual,", " residual + first * RESIDUAL_STRIDE,"),
+        (f" result, {rows},", f" result + first * RESULT_STRIDE, {rows} - first,"),
+    ):
+        body = body.replace(old, new)
+    return f"parts = tl.cdiv({rows}, {tokens})\nfirst = tl.program_id(0) % parts * {tokens}\n{body}"
 
 
 def refuse_lanes(call: OpCall, arch: Architecture) -> str | None:
@@ -137,9 +156,22 @@ def _emit_fragments(groups: int, call: OpCall, spec: TargetSpec, arch: Architect
     return emit_fragments(call, groups, choose_fragments(rows, k, groups, swiglu, spec.units))
 
 
-def _emit_gemm(tokens: int | None, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
+def _refuse_parts(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+    if int(need(call, "packed").shape[0]) > MOST_ROWS_IN_PARTS:
+        return f"for more than {MOST_ROWS_IN_PARTS} rows a GEMM is faster"
+    return _refuse_fragments(call, spec, arch)
+
+
+def _emit_parts(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
+    rows, k = int(need(call, "packed").shape[0]), int(need(call, "x").shape[1])
+    swiglu = call.attributes.get("activation") == "swiglu"
+    groups = GROUPS[-1]
+    return emit_fragments(call, groups, choose_fragments(rows, k, groups, swiglu, spec.units), parts=True)
+
+
+def _emit_gemm(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
     rows, dtype = int(need(call, "packed").shape[0]), need(call, "x").dtype
-    blocks = gemm_blocks(rows, 64, 2, spec) if tokens is None else Blocks(tokens, 64, 64, 4, 3)
+    blocks = Blocks(128, 128, 64, 8, 3) if rows >= 4096 else Blocks(64, 64, 64, 4, 3)
     return emit_fragments_gemm(call, blocks, mma_ledger(dtype, blocks, spec, arch))
 
 
@@ -168,12 +200,13 @@ def _emit_rows(groups: int, call: OpCall, spec: TargetSpec, arch: Architecture) 
 
 
 FRAGMENTS: tuple[KernelTemplate, ...] = tuple(
-    KernelTemplate(f"linear_nvfp4_fragments{tokens or ''}", "linear_nvfp4", _refuse_fragments, emit, max_tokens=tokens,
+    KernelTemplate(f"linear_nvfp4_fragments{tokens or ''}", "linear_nvfp4", refuse, emit, max_tokens=tokens,
                    grade="tuned", layouts=want_fragments)
-    for tokens, emit in (
-        *((8 * groups, partial(_emit_fragments, groups)) for groups in GROUPS),
-        (32, partial(_emit_gemm, 32)),
-        (None, partial(_emit_gemm, None)),
+    for tokens, refuse, emit in (
+        *((8 * groups, _refuse_fragments, partial(_emit_fragments, groups)) for groups in GROUPS),
+        (32, _refuse_fragments, _emit_parts),
+        (64, _refuse_parts, _emit_parts),
+        (None, _refuse_fragments, _emit_gemm),
     )
 )  # fmt: skip
 ROWS: tuple[KernelTemplate, ...] = tuple(

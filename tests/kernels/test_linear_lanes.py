@@ -19,7 +19,7 @@ from mmcompile.lower.select import Selector
 from mmcompile.targets._kernels.catalogue import list_kernels
 from mmcompile.targets._kernels.linear import Blocks
 from mmcompile.targets._tuned.fragments_gemm import emit_fragments_gemm
-from mmcompile.targets._tuned.linear_configs import Config
+from mmcompile.targets._tuned.linear_configs import Config, choose_fragments
 from mmcompile.targets._tuned.linear_fragments import FRAGMENTS, emit_fragments, emit_rows, want_fragments
 from mmcompile.targets._tuned.linear_ptx import decode_word
 from tests.kernels.conftest import make_call, poisoned_like, relative_error
@@ -103,6 +103,31 @@ def test_fragments_match_reference(case):
     call, result = describe(tensors, shape[3])
     (source,) = emit_fragments(call, 1 if shape[0] <= 8 else 2, config)
     assert error_of(source, arranged(tensors), result, reference(tensors, shape[3])) <= BOUNDS[shape[6]]
+
+
+def test_parts_of_the_tokens():
+    """35 tokens are 16, 16 and 3, with every operand that has a row a token."""
+    tensors = make_tensors(35, 32, 256, "none", True, True, BF16, quantized=True)
+    call, result = describe(tensors, "none")
+    (source,) = emit_fragments(call, 2, Config(1), parts=True)
+    assert error_of(source, arranged(tensors), result, reference(tensors, "none")) <= BOUNDS[BF16]
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "groups", "swiglu", "expected"),
+    [
+        (512, 256, 1, False, Config(1, hold=True)),
+        (1024, 1024, 1, False, Config(4, hold=True)),
+        (5120, 5120, 1, False, Config(8, hold=True)),
+        (12288, 4096, 1, False, Config(8)),
+        (12288, 4096, 2, True, Config(8, paired=True)),
+        (32768, 4096, 1, False, Config(4)),
+        (32768, 4096, 2, False, Config(4, paired=True)),
+        (9856, 6144, 2, False, Config(8)),
+    ],
+)
+def test_configurations_of_other_shapes_follow_a_rule(rows, k, groups, swiglu, expected):
+    assert choose_fragments(rows, k, groups, swiglu, 132) == expected
 
 
 @pytest.mark.parametrize("case", mark_slow(ROW_CASES, {"tail of k and of rows"}))
@@ -212,7 +237,7 @@ def test_the_layout_decides_which_kernels_serve():
         found, reason = Selector(SPEC, list_kernels(SPEC)).select(call, 512)
         chosen[layout] = [f.template for f in found]
     assert chosen["linear"][0] == "linear_nvfp4_skinny16"
-    assert chosen["nvfp4_fragments_bfloat16"] == [f"linear_nvfp4_fragments{n}" for n in (8, 16, 32, "")]
+    assert chosen["nvfp4_fragments_bfloat16"] == [f"linear_nvfp4_fragments{n}" for n in (8, 16, 32, 64, "")]
     assert chosen["nvfp4_fragments_float16"] == [] and "has the layout nvfp4_fragments_float16" in reason
     call, _ = describe(tensors, "none")
     assert want_fragments(call, SPEC, ARCH) == dict.fromkeys(("packed", "scale"), "nvfp4_fragments_bfloat16")
