@@ -34,7 +34,7 @@ from mmcompile.targets._tuned.linear_ptx import hold_loads, multiply_fragments, 
 GROUPS = (1, 2)
 """Groups of 8 tokens, the columns of an mma, that a decode linear can take."""
 MOST_ROWS_IN_PARTS = 8192
-"""Weight rows up to which the decode kernel is used for 64 tokens, 16 a program, and up to 32 tokens for any."""
+"""Rows up to which 33 to 64 tokens are parts of 16: a GEMM has 64 a program, on an H200 one for each unit from here on."""
 _VECTOR = 8  # elements of the 16 bytes that a lane loads at a time
 
 
@@ -158,7 +158,7 @@ def _emit_fragments(groups: int, call: OpCall, spec: TargetSpec, arch: Architect
 
 def _refuse_parts(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
     if int(need(call, "packed").shape[0]) > MOST_ROWS_IN_PARTS:
-        return f"for more than {MOST_ROWS_IN_PARTS} rows a GEMM is faster"
+        return f"more than {MOST_ROWS_IN_PARTS} rows are programs enough for a GEMM"
     return _refuse_fragments(call, spec, arch)
 
 
