@@ -58,7 +58,10 @@ def build(
     max_tokens: Annotated[int, typer.Option(help="Tokens per prefill step; longer prompts go in chunks.")] = 512,
     max_batch: Annotated[int, typer.Option(help="Sequences per decode step.")] = 64,
     weights: Annotated[
-        str, typer.Option(help="auto: the checkpoint's if found, else random. Or real, random, none (plan only).")
+        str,
+        typer.Option(
+            help="auto: the checkpoint's if found, else random. Or real, random, none (run takes --random-weights)."
+        ),
     ] = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="An operation without a kernel is an error.")] = False,
     portable: Annotated[bool, typer.Option("--portable", help="Leave tuned kernels out.")] = False,

@@ -198,3 +198,20 @@ def test_a_signal_leaves_nothing(tmp_path, number, code):
     process.communicate(timeout=60)
     assert process.returncode == code
     assert list(tmp_path.iterdir()) == []
+
+
+def test_run_with_random_weights(mmcompile, artifact, tmp_path):
+    words = ("--ids", "1,2,3", "--max-new-tokens", "3", "--random-weights")
+    out = tmp_path / "empty"
+    assert (
+        mmcompile("build", "smollm2-tiny", "--weights", "none", "--max-tokens", 32, "--max-batch", 4, "-o", out).code
+        == 0
+    )
+    first = mmcompile("run", out, *words, 5, "--json")
+    assert first.code == 0 and "the weights are random (seed 5)" in first.err
+    assert len(first.json["answers"][0]["tokens"]) == 3
+    assert first.json["statistics"]["engine"]["weights"] == "random (seed 5)"
+    refused = mmcompile("run", artifact, *words, 5)
+    assert refused.code == 2 and "has its own" in refused.err
+    bare = mmcompile("run", out, *words[:-1])
+    assert bare.code == 6 and "--random-weights SEED" in bare.err
