@@ -108,8 +108,8 @@ def make_global_races(launch: Launch, agents: int, report: Report) -> GlobalRace
 
 
 def pack_arguments(launch: Launch, kernel: Kernel) -> npt.NDArray[np.uint8]:
-    """The kernel argument segment. Arguments that the launch leaves out at the end are Triton's scratch pointers or
-    hidden ones of the runtime, and are zero."""
+    """The kernel argument segment. Arguments that the launch leaves out at the end are Triton's scratch pointers, which
+    are zero, or hidden ones, which the runtime fills in (LLVM, "User Guide for AMDGPU Backend", value_kind)."""
     size = max(kernel.describe("kernarg_size"), 4)
     segment = bytearray(size)
     if len(launch.arguments) > len(kernel.arguments):
@@ -124,6 +124,13 @@ def pack_arguments(launch: Launch, kernel: Kernel) -> npt.NDArray[np.uint8]:
         if len(raw) != argument.size:
             raise EmulationFault("illegal", f"an argument of {len(raw)} bytes where the kernel has {argument.size}")
         segment[argument.offset : argument.offset + argument.size] = raw
+    hidden = {"hidden_group_size_x": launch.threads, "hidden_group_size_y": 1, "hidden_group_size_z": 1}
+    hidden |= {f"hidden_block_count_{axis}": count for axis, count in zip("xyz", launch.grid, strict=True)}
+    hidden["hidden_grid_dims"] = 3
+    for argument in kernel.arguments:
+        if argument.kind in hidden:
+            raw = hidden[argument.kind].to_bytes(argument.size, "little")
+            segment[argument.offset : argument.offset + argument.size] = raw
     return np.frombuffer(bytes(segment) + bytes(-size % 16), np.uint8).copy()
 
 

@@ -16,6 +16,8 @@ from mmcompile.emulate.launch import Launch, Report
 RUNNING, WAITING, ENDED = 0, 1, 2
 POLLS = 200
 """Polls (synchronising loads, atomics, sleeps) of every running wave without any progress that count as deadlock."""
+PATIENCE = 2
+"""After so many polls without any progress a wave's turn comes less often."""
 STEPS = 200_000
 """Blocks without any progress that count as deadlock."""
 FAIRNESS = 97
@@ -80,9 +82,11 @@ class Scheduler:
         return self.narrow(running & same & (self.block == self.block[wave]))
 
     def choose_mixed(self) -> Rows:
-        """The waves of some programs that are at the place of a random wave."""
+        """The waves of some programs that are at the place of a random wave; one that polls in vain comes rarely."""
         running = self.state == RUNNING
-        wave = int(self.random.choice(np.flatnonzero(running)))
+        busy = running & (self.w.polled < PATIENCE)
+        candidates = busy if busy.any() and self.random.random() < 0.9 else running
+        wave = int(self.random.choice(np.flatnonzero(candidates)))
         included = self.random.random(self.w.count // self.w.per_program) < 0.5
         included[self.program[wave]] = True
         return self.narrow(running & (self.block == self.block[wave]) & included[self.program])
@@ -114,10 +118,15 @@ class Scheduler:
             if advanced is None:
                 return
             following = advanced
-            if self.schedule != "warp" and following <= place and (self.state == RUNNING).sum() > len(w.waves):
+            if following <= place and self.yields() and (self.state == RUNNING).sum() > len(w.waves):
                 break
             place = following
         self.block[w.waves] = following
+
+    def yields(self) -> bool:
+        """Whether the chosen waves let others go first before another round of a loop."""
+        polls = bool(self.w.polled[self.w.waves].any())
+        return self.schedule == "program" or (self.schedule == "interleaved" and polls)
 
     def count(self, block: Block, lanes: int) -> None:
         """Report and progress."""

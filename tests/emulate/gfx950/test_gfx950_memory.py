@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gfx950_support import launch, make_snippet, run_snippet
+from gfx950_support import Snippet, launch, make_snippet, run_snippet
 
 from mmcompile.emulate.faults import EmulationFault
 from mmcompile.emulate.gfx950.machine import list_unknown
@@ -270,3 +270,26 @@ def test_clocks_advance_and_return_like_scalar_loads(clock):
     assert (low >= 100).all() and (low < 150).all() and (high == 0).all()
     fault = expect_fault("in flight", f"{clock} s[8:9]\nv_mov_b32_e32 v10, s9")
     assert "s9" in fault.what
+
+
+def test_the_runtime_fills_in_hidden_arguments():
+    """tl.num_programs reads a hidden argument."""
+    hidden = "  - .args:\n" + "".join(
+        f"      - .offset: {offset}\n        .size: {size}\n        .value_kind: {kind}\n"
+        for offset, size, kind in (
+            (0, 8, "global_buffer"), (8, 8, "global_buffer"), (16, 4, "hidden_block_count_x"),
+            (20, 4, "hidden_block_count_z"), (24, 2, "hidden_group_size_x"), (26, 2, "hidden_remainder_x"),
+        )
+    )  # fmt: skip
+    body = """s_load_dwordx2 s[8:9], s[0:1], 0x10
+        s_load_dword s10, s[0:1], 0x18
+        s_waitcnt lgkmcnt(0)
+        v_mov_b32_e32 v10, s8
+        v_mov_b32_e32 v11, s9
+        v_mov_b32_e32 v12, s10"""
+    plain = make_snippet(body, 0, ["v10", "v11", "v12"])
+    before, after = plain.assembly.split("  - .args:\n")
+    text = before.replace("kernarg_size 16", "kernarg_size 32") + hidden + after[after.index("    .group_segment") :]
+    result = np.zeros((3, 64), np.uint32)
+    launch(Snippet(text), (3, 1, 2), [np.zeros((1, 64), np.uint32), result], inputs=1)
+    assert (result[0] == 3).all() and (result[1] == 2).all() and (result[2] == 64).all()
