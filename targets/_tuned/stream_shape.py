@@ -27,6 +27,9 @@ HEADER_WORDS = 64
 class StepShape:
     """A decode step, or a range of its layers, of a dense decoder with grouped-query attention and SwiGLU.
 
+    RMSNorm before both, RoPE over the whole head (NeoX halves), scores scaled by head_dim ** -0.5; no biases, no norms
+    of q and k, no sliding window.
+
     Attributes:
         vocabulary: rows of the output projection; None: the launch ends with the residual stream.
         cache_dtype: torch's name. weight_format: "bf16" or "nvfp4" (see ``core/formats/nvfp4_fragments.py``, flavour
