@@ -34,7 +34,7 @@ from mmcompile.targets._tuned.linear_ptx import hold_loads, multiply_fragments, 
 GROUPS = (1, 2)
 """Groups of 8 tokens, the columns of an mma, that a decode linear can take."""
 MOST_ROWS_IN_PARTS = 8192
-"""Rows up to which 33 to 64 tokens are parts of 16: a GEMM has 64 a program, on an H200 one for each unit from here on."""
+"""Rows up to which 33 to 64 tokens are parts of 16: from here on a GEMM has a program for every unit of an H200."""
 _VECTOR = 8  # elements of the 16 bytes that a lane loads at a time
 
 
