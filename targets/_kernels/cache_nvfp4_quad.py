@@ -14,7 +14,7 @@ def locate_scales(key, group, SIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_S
     SHARE: tl.constexpr = GROUPS // 4
     RUN: tl.constexpr = CODES + PAGE_SIZE * GROUPS
     if SIDE == 1:
-        place = (key // 4 * 4 + group // SHARE) * GROUPS + group % SHARE * 4 + key % 4 + (RUN + CODES)
+        place = ((key & -4) + group // SHARE) * GROUPS + group % SHARE * 4 + (key & 3) + (RUN + CODES)
     else:
         place = key * GROUPS + group + CODES
     return place

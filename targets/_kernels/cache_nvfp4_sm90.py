@@ -1,6 +1,7 @@
 """NVFP4 pages arranged for Hopper's mma.sync lanes, read and written row by row: replaces functions of cache_nvfp4.
 
-The bytes are those of ``mmcompile.core.formats.nvfp4_cache_sm90``: pages of 128 tokens, heads of 128.
+The bytes are those of ``mmcompile.core.formats.nvfp4_cache_sm90``: pages of 128 tokens, heads of 128. Rows are not
+negative, so shifts and masks divide them: a compiler that does not know it would add corrections.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import triton.language as tl
 @triton.jit
 def locate_scales(key, group, SIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Bytes from ``base`` to the scales of rows ``key`` [n, 1] and groups ``group`` [1, 8]; K and V share a page."""
-    tile, row = key // 8, key % 8
+    tile, row = key >> 3, key & 7
     if SIDE == 2:
-        place = 8192 + tile // 8 * 512 + (row * 4 + group % 4) * 16 + tile % 8 * 2 + group // 4
+        place = 8192 + (tile >> 3) * 512 + (row * 4 + group % 4) * 16 + (tile & 7) * 2 + group // 4
     elif SIDE == 1:
-        place = 16384 + tile // 4 * 512 + (group * 4 + row // 2) * 16 + 8 + tile % 4 * 2 + row % 2
+        place = 16384 + (tile >> 2) * 512 + (group * 4 + (row >> 1)) * 16 + 8 + (tile & 3) * 2 + (row & 1)
     else:
-        place = 16384 + tile // 4 * 512 + (row * 4 + group % 4) * 16 + tile % 4 * 2 + group // 4
+        place = 16384 + (tile >> 2) * 512 + (row * 4 + group % 4) * 16 + (tile & 3) * 2 + group // 4
     return place
 
 
@@ -39,8 +40,8 @@ def gather_code(words, Q: tl.constexpr, SHIFT: tl.constexpr):
 @triton.jit
 def place_halves(key, half):
     """Bytes from ``base`` to the halves ``half`` [1, h] of the values of rows ``key`` [n, 1]; 4 codes a half."""
-    tile, place = key // 8, key % 8
-    return 8192 + tile * 512 + ((half // 4 * 4 + place // 2) * 8 + half % 4 * 2 + place % 2) * 2
+    tile, row = key >> 3, key & 7
+    return 8192 + tile * 512 + ((half // 4 * 4 + (row >> 1)) * 8 + half % 4 * 2 + (row & 1)) * 2
 
 
 @triton.jit
