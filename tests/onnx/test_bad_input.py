@@ -132,6 +132,17 @@ def test_a_cycle(refuse):
     assert code == CAPTURE and "cycle through the value 'b'" in said and "'one'" in said
 
 
+def test_functions_that_call_each_other(refuse):
+    def make_function(name: str, calls: str):
+        node = helper.make_node(calls, ["a"], ["b"], domain="d")
+        return helper.make_function("d", name, ["a"], ["b"], [node], [helper.make_opsetid("d", 1)])
+
+    functions = [make_function("one", "two"), make_function("two", "one")]
+    node = helper.make_node("one", ["x"], ["y"], domain="d")
+    code, said = refuse(make([node], imports=[helper.make_opsetid("d", 1)], functions=functions))
+    assert code == CAPTURE and "must not be recursive" in said
+
+
 def test_nodes_out_of_order(refuse):
     nodes = [helper.make_node("Relu", ["a"], ["y"], name="one"), helper.make_node("Relu", ["x"], ["a"], name="two")]
     code, said = refuse(make(nodes))

@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("onnx")
-pytest.importorskip("onnxscript")
-transformers = pytest.importorskip("transformers")
-
-from mmcompile.driver import BuildOptions, build  # noqa: E402
-from mmcompile.runtime import SamplingParams, load  # noqa: E402
+from mmcompile.driver import BuildOptions, build
+from mmcompile.runtime import SamplingParams, load
 
 FIELDS = {
     "vocab_size": 64,
@@ -38,6 +34,9 @@ MATCHES = {
 @pytest.mark.parametrize("opset", [18, 23])
 def test_every_part_of_a_llama_is_found_in_the_exporters_spelling(tmp_path: Path, opset: int):
     """Opset 18 has neither Attention nor RMSNormalization, so that the exporter takes them apart."""
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**FIELDS)).eval()
 

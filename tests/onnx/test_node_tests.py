@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-pytest.importorskip("onnx")
-_spec = importlib.util.spec_from_file_location("onnx_node_cases", Path(__file__).with_name("node_cases.py"))
-assert _spec is not None and _spec.loader is not None
-node_cases = importlib.util.module_from_spec(_spec)
-_sys_name = _spec.name
-import sys  # noqa: E402
 
-sys.modules[_sys_name] = node_cases
-_spec.loader.exec_module(node_cases)
+@pytest.fixture
+def node_cases() -> ModuleType:
+    """node_cases.py beside this file, which needs onnx."""
+    pytest.importorskip("onnx")
+    name = "onnx_node_cases"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("node_cases.py"))
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 @pytest.mark.slow  # listing the cases makes the inputs of all of them
-def test_a_sample(tmp_path: Path):
+def test_a_sample(node_cases: ModuleType, tmp_path: Path):
     table = node_cases.sweep(tmp_path, step=157)
     table.print()
     assert not table.failures
@@ -27,7 +32,7 @@ def test_a_sample(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_all(tmp_path: Path):
+def test_all(node_cases: ModuleType, tmp_path: Path):
     """docs/doors.md has the table of the newest run."""
     table = node_cases.sweep(tmp_path)
     table.print()

@@ -10,13 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-onnx = pytest.importorskip("onnx")
-converter = pytest.importorskip("onnx.version_converter")
-ort = pytest.importorskip("onnxruntime")
-
-from mmcompile.capture.onnx.door import capture_onnx  # noqa: E402
-from mmcompile.driver import BuildOptions, build  # noqa: E402
-from mmcompile.runtime import load  # noqa: E402
+from mmcompile.driver import BuildOptions, build
+from mmcompile.runtime import load
 
 pytestmark = pytest.mark.slow
 # fp32 networks of up to a hundred layers that sum in another order: relative to the largest magnitude.
@@ -37,6 +32,10 @@ def noise(*shape: int, scale: float = 1.0) -> np.ndarray:
 
 def check(path: Path, feeds: dict[str, np.ndarray], fixed: dict[str, Any] | None = None) -> Any:
     """Capture, run, and compare every result with ONNX Runtime's."""
+    pytest.importorskip("onnx")
+    ort = pytest.importorskip("onnxruntime")
+    from mmcompile.capture.onnx.door import capture_onnx
+
     captured = capture_onnx(path, fixed=fixed)
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
@@ -53,6 +52,7 @@ def check(path: Path, feeds: dict[str, np.ndarray], fixed: dict[str, Any] | None
 
 def raise_opset(path: Path, folder: Path) -> Path:
     """The file in opset 13, by onnx's own converter: these were exported in 11 or 12."""
+    onnx, converter = pytest.importorskip("onnx"), pytest.importorskip("onnx.version_converter")
     target = folder / path.name
     onnx.save(converter.convert_version(onnx.load(path), 13), target)
     return target
@@ -82,6 +82,8 @@ def test_file_types_by_a_byte_classifier_down_to_the_cpu_artifact(tmp_path: Path
     path = find("magika", "models/standard_v3_3/model.onnx")
     feeds = {"bytes": np.random.default_rng(0).integers(0, 256, (3, 2048)).astype(np.int32)}
     check(path, feeds)
+    import onnxruntime as ort
+
     artifact = build(str(path), tmp_path / "out", BuildOptions(targets=("cpu",)))
     (have,) = load(artifact, device="cpu").forward(bytes=torch.as_tensor(feeds["bytes"])).values()
     (want,) = ort.InferenceSession(str(path)).run(None, feeds)
