@@ -30,6 +30,23 @@ def find_place(token, tokens, query_start, seq_lens, batch, OWNERS: tl.constexpr
 
 
 @triton.jit
+def list_entries(block, lane, own, table, COUNT: tl.constexpr):
+    """Page << 8 | visible tokens of the chosen blocks [n], and one more than the last lane with a block (or COUNT)."""
+    used = (block >= 0) & (block * 128 <= own)
+    page = tl.load(table + block, mask=used, other=0)
+    count = COUNT
+    if own < COUNT * 128:
+        count = tl.max(tl.where(used, lane + 1, 0), axis=0)
+    return (page << 8) | tl.where(used, tl.minimum(own - block * 128 + 1, 128), 0), count
+
+
+@triton.jit
+def take_step(entries, index, SHUFFLE: tl.constexpr):
+    """The entry that step ``index`` [n] of all lies in, four steps an entry, and its number there."""
+    return tl.inline_asm_elementwise(SHUFFLE[0], SHUFFLE[1], [entries, index // 4], tl.int32, True, 1), index % 4
+
+
+@triton.jit
 def load_step(pages, entry, step, own_words, PAGE_WORDS: tl.constexpr):
     """Words of 32 tokens: four tiles of K, four of V, scales; ``entry`` [n] holds page << 8 | visible tokens."""
     start = pages + (entry >> 8).to(tl.int64)[:, None] * PAGE_WORDS + own_words
@@ -137,7 +154,6 @@ def tile_attend_lanes(token, kv_head, split, q, kv_cache, blocks, block_table, t
     [.., 16]; with one split they are merged here, in the order of the warps. |q| * scale must stay below 177, as it
     becomes f16 times 2^8 log2(e). AHEAD: load a step while the one before is computed.
     """
-    STEPS: tl.constexpr = 4
     thread, column = tl.arange(0, 32 * WARPS), tl.arange(0, 4)
     lane, warp = thread % 32, thread // 32
     group, quad = lane // 4, lane % 4
@@ -149,40 +165,29 @@ def tile_attend_lanes(token, kv_head, split, q, kv_cache, blocks, block_table, t
     quad_words = quad[:, None] * 8 + column[None, :]
     query = load_query(row, kv_head, group, quad_words, Q_HEAD_STRIDE, SCALE_QUERY)
     sequence, own = find_place(token, tokens, query_start, seq_lens, batch, OWNERS)
-    used = (block >= 0) & (block * 128 <= own)
-    page = tl.load(block_table + sequence.to(tl.int64) * table_stride + block, mask=used, other=0)
-    entries = (page << 8) | tl.where(used, tl.minimum(own - block * 128 + 1, 128), 0)
-    count = COUNT
-    if own < COUNT * 128:
-        count = tl.max(tl.where(used, lane + 1, 0), axis=0)
+    entries, count = list_entries(block, lane, own, block_table + sequence.to(tl.int64) * table_stride, COUNT)
     pages = kv_cache.to(tl.pointer_type(tl.int32), bitcast=True) + kv_head * 4608
-    rounds = (count * STEPS + WARPS - 1) // WARPS
+    rounds = (count * 4 + WARPS - 1) // WARPS
     first, last = split * rounds // SPLITS, (split + 1) * rounds // SPLITS
     zero = tl.zeros((32 * WARPS, 4), tl.int32)
     state = tl.where(column[None, :] < 2, float("-inf"), 0.0) + tl.zeros((32 * WARPS, 4), tl.float32)
     start = tl.zeros((32 * WARPS, 4), tl.float32)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
     if AHEAD:
-        index = first * WARPS + warp
-        entry1 = tl.inline_asm_elementwise(SHUFFLE[0], SHUFFLE[1], [entries, index // STEPS], tl.int32, True, 1)
-        step1 = index % STEPS
+        entry1, step1 = take_step(entries, first * WARPS + warp, SHUFFLE)
         keys1, values1, scales1 = load_step(pages, entry1, step1, own_words, PAGE_WORDS)
         never = batch >> 31
     for turn in range(first, last):
         if AHEAD:
             keys, values, scales, entry, step = keys1, values1, scales1, entry1, step1
-            index = tl.minimum(turn + 1, last - 1) * WARPS + warp
-            entry1 = tl.inline_asm_elementwise(SHUFFLE[0], SHUFFLE[1], [entries, index // STEPS], tl.int32, True, 1)
-            step1 = index % STEPS
+            entry1, step1 = take_step(entries, tl.minimum(turn + 1, last - 1) * WARPS + warp, SHUFFLE)
             keys1, values1, scales1 = load_step(pages, entry1, step1, own_words, PAGE_WORDS)
             # ptxas sinks the loads below the computation unless that begins with memory read behind a barrier
             tl.inline_asm_elementwise(HOLD[0], HOLD[1], [], tl.int32, False, 1)
             words = tl.load(row + (kv_head * 16 + group)[:, None] * (Q_HEAD_STRIDE // 2) + quad_words)
             start = (words & never).to(tl.float32, bitcast=True)
         else:
-            index = turn * WARPS + warp
-            entry = tl.inline_asm_elementwise(SHUFFLE[0], SHUFFLE[1], [entries, index // STEPS], tl.int32, True, 1)
-            step = index % STEPS
+            entry, step = take_step(entries, turn * WARPS + warp, SHUFFLE)
             keys, values, scales = load_step(pages, entry, step, own_words, PAGE_WORDS)
         visible = ((entry & 255) - step * 32)[:, None] + zero
         state, sums = attend_step(query, keys, values, scales, visible, start, state, sums, SPLIT_SCALES, SCORE_TILES,
