@@ -222,8 +222,9 @@ def _evaluate_reference(launch: Launch, inputs: Mapping[str, Tensor]) -> tuple[t
 def _sample_programs(
     check: Check, kernel: KernelLaunch, case: Case, outcome: Outcome, sampling: tuple[int, int] | None
 ) -> list[tuple[int, int, int]] | None:
-    """The first, the last and seeded other programs of a large grid; None to run all.
+    """The first two, the last two and seeded other pairs of neighbours of a large grid; None to run all.
 
+    Neighbours, as a grid with a full and a partial tile of tokens alternates between them: both are taken alike.
     Only a choice of one kernel that writes nothing but its results is sampled, as what the others left out must not
     be read by anybody; and only where every program has the same share, unlike tiles of sequences.
     """
@@ -232,7 +233,8 @@ def _sample_programs(
     uneven = "query_start" in check.launch.inputs
     if sampling is None or total <= sampling[0] or len(check.choice.kernels) > 1 or check.mutated or uneven:
         return None
-    chosen = sorted({0, total - 1, *random.Random(total).sample(range(1, total - 1), sampling[1] - 2)})
+    starts = {0, total - 2, *random.Random(total).sample(range(2, total - 3, 2), sampling[1] // 2 - 2)}
+    chosen = sorted(start + i for start in starts for i in range(2))
     outcome.coverage = f"programs {len(chosen)} of {total}"
     return [(i // (y * z), i // z % y, i % z) for i in chosen]
 

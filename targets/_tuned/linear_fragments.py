@@ -33,8 +33,6 @@ from mmcompile.targets._tuned.linear_ptx import hold_loads, multiply_fragments, 
 
 GROUPS = (1, 2)
 """Groups of 8 tokens, the columns of an mma, that a decode linear can take."""
-MOST_ROWS_IN_PARTS = 8192
-"""Rows up to which 33 to 64 tokens are parts of 16: from here on a GEMM has a program for every unit of an H200."""
 _VECTOR = 8  # elements of the 16 bytes that a lane loads at a time
 
 
@@ -156,12 +154,6 @@ def _emit_fragments(groups: int, call: OpCall, spec: TargetSpec, arch: Architect
     return emit_fragments(call, groups, choose_fragments(rows, k, groups, swiglu, spec.units))
 
 
-def _refuse_parts(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
-    if int(need(call, "packed").shape[0]) > MOST_ROWS_IN_PARTS:
-        return f"more than {MOST_ROWS_IN_PARTS} rows are programs enough for a GEMM"
-    return _refuse_fragments(call, spec, arch)
-
-
 def _emit_parts(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
     rows, k = int(need(call, "packed").shape[0]), int(need(call, "x").shape[1])
     swiglu = call.attributes.get("activation") == "swiglu"
@@ -200,13 +192,12 @@ def _emit_rows(groups: int, call: OpCall, spec: TargetSpec, arch: Architecture) 
 
 
 FRAGMENTS: tuple[KernelTemplate, ...] = tuple(
-    KernelTemplate(f"linear_nvfp4_fragments{tokens or ''}", "linear_nvfp4", refuse, emit, max_tokens=tokens,
+    KernelTemplate(f"linear_nvfp4_fragments{tokens or ''}", "linear_nvfp4", _refuse_fragments, emit, max_tokens=tokens,
                    grade="tuned", layouts=want_fragments)
-    for tokens, refuse, emit in (
-        *((8 * groups, _refuse_fragments, partial(_emit_fragments, groups)) for groups in GROUPS),
-        (32, _refuse_fragments, _emit_parts),
-        (64, _refuse_parts, _emit_parts),
-        (None, _refuse_fragments, _emit_gemm),
+    for tokens, emit in (
+        *((8 * groups, partial(_emit_fragments, groups)) for groups in GROUPS),
+        (32, _emit_parts),
+        (None, _emit_gemm),
     )
 )  # fmt: skip
 ROWS: tuple[KernelTemplate, ...] = tuple(

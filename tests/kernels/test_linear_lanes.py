@@ -239,7 +239,7 @@ def test_the_layout_decides_which_kernels_serve():
         found, reason = Selector(SPEC, list_kernels(SPEC)).select(call, 512)
         chosen[layout] = [f.template for f in found]
     assert chosen["linear"][0] == "linear_nvfp4_skinny16"
-    assert chosen["nvfp4_fragments_bfloat16"] == [f"linear_nvfp4_fragments{n}" for n in (8, 16, 32, 64, "")]
+    assert chosen["nvfp4_fragments_bfloat16"] == [f"linear_nvfp4_fragments{n}" for n in (8, 16, 32, "")]
     assert chosen["nvfp4_fragments_float16"] == [] and "has the layout nvfp4_fragments_float16" in reason
     call, _ = describe(tensors, "none")
     assert want_fragments(call, SPEC, ARCH) == dict.fromkeys(("packed", "scale"), "nvfp4_fragments_bfloat16")
