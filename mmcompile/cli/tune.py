@@ -45,7 +45,6 @@ def tune(
     with show_progress(silent=as_json) as watch:
         tuned = tune_artifact(artifact, context=context, random_weights=random_weights, progress=watch)
     rows = [[str(t.tokens), *(f"{t.seconds[m] * 1e6:.0f}" for m in MODES), t.mode] for t in tuned]
-    table = make_table(
-        f"Decode steps on {tuned[0].basis}", ("tokens", *(f"{m} us" for m in MODES), "fastest"), rows, numbers=(0, 1, 2, 3)
-    )
+    columns = ("tokens", *(f"{m} us" for m in MODES), "fastest")
+    table = make_table(f"Decode steps on {tuned[0].basis}", columns, rows, numbers=(0, 1, 2, 3))
     emit([asdict(t) for t in tuned], as_json, lambda console: console.print(table))

@@ -28,7 +28,7 @@ _REPLAYS, _RUNS = 20, 5
 
 @dataclass(frozen=True)
 class Tuned:
-    """Seconds of a whole decode step by mode, for ``tokens`` sequences of ``context`` tokens; the fastest is ``mode``."""
+    """Seconds of a decode step of ``tokens`` sequences of ``context`` tokens by mode; the fastest is ``mode``."""
 
     tokens: int
     context: int
