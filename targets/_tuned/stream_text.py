@@ -42,6 +42,7 @@ def apply_gains(shape: StepShape, *gains: str) -> list[str]:
 
 
 def count_rounds(count: int) -> range:
+    """Rounds of one element a thread for ``count`` elements."""
     return range(ceil_div(count, THREADS))
 
 
@@ -53,6 +54,7 @@ def write_stamp(shape: StepShape, number: str) -> list[str]:
 
 
 def stamp_layer(shape: StepShape, phase: int) -> list[str]:
+    """The time at the end of a phase of the layer, numbered as in ``TRACED``."""
     return write_stamp(shape, f"(layer - FIRST) * {len(TRACED)} + {phase}")
 
 
