@@ -105,7 +105,11 @@ def _write_stage(number: int, source: KernelSource, names: _Names) -> str:
 
 
 def _write_branch(number: int, source: KernelSource) -> str:
-    """Load the stage's arguments from its row of the table, ask for weights, wait, and walk this program's tiles."""
+    """Load the stage's arguments from its row of the table, ask for weights, wait, and walk this program's tiles.
+
+    The loop over tiles must not be pipelined: where a tile has no loop of its own, Triton 3.9 would do it, and what it
+    runs beyond the last tile takes the else branch of every condition, stores included.
+    """
     assert source.parts is not None
     lines, arguments, slot = [], [], 0
     for parameter in source.parameters:
@@ -123,7 +127,8 @@ def _write_branch(number: int, source: KernelSource) -> str:
     if not source.parts.gated:
         lines += ["ready = await_stages(row, first, counters, stage, program)",
                   "record_time(times, stage * programs + program, 1)"]  # fmt: skip
-    lines += ["if ready:", "    for tile in range(begin, tiles, step):", f"        stage_{number}({call})"]  # fmt: skip
+    walk = "for tile in tl.range(begin, tiles, step, num_stages=1):"
+    lines += ["if ready:", f"    {walk}", f"        stage_{number}({call})"]
     return f"{'if' if number == 0 else 'elif'} body == {number}:\n" + textwrap.indent("\n".join(lines), "    ")
 
 
@@ -158,7 +163,7 @@ def await_stages(row, first, counters, stage, program):
     """Wait for the stages that the row names, but for those of earlier launches; False if one wait is in vain."""
     waits = tl.load(row + 6).to(tl.int32)
     ready = waits >= 0
-    for wait in range(waits):
+    for wait in tl.range(0, waits, num_stages=1):
         source = tl.load(row + {WAITS} + 2 * wait).to(tl.int32)
         target = tl.load(row + {WAITS + 1} + 2 * wait).to(tl.int32)
         if source >= first:

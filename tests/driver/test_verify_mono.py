@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 from mmcompile.core.errors import ToolchainError
 from mmcompile.core.kernel import CompiledKernel
 from mmcompile.core.plan import Plan
+from mmcompile.driver import BuildOptions, build
 from mmcompile.driver.emulated_device import EmulatedDriver
 from mmcompile.driver.shorten import with_schedule
 from mmcompile.driver.targets import load_target
+from mmcompile.driver.verify_mono import verify_schedules
 from mmcompile.emulate.faults import EmulationFault
 from mmcompile.runtime import mono
 from mmcompile.runtime.device_gpu import GpuExecutor
@@ -87,6 +90,17 @@ def test_every_interleaving_gives_the_same_bits(target: str) -> None:
             plan = make_plan(target, which, programs)
             results = [execute(plan, target, tokens, seed=seed)[0] for seed in range(4)]
             assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm90", "sm100", "sm107", "gfx950"])
+def test_a_real_step_agrees_with_its_standalone_launches(target: str, tmp_path: Path) -> None:
+    """Triton once pipelined the loop over tiles and ran the else branch of a condition behind the last one (gfx950)."""
+    options = BuildOptions(targets=(target,), weights="none", max_context=128, max_batch=2, max_tokens=32, mono="step")
+    path = build("smollm2-tiny", tmp_path / "a", options)
+    for programs in (4, 5):
+        verdicts = verify_schedules(path, programs=programs)
+        assert verdicts and all(v.verdict == "ok" for v in verdicts), [v.reason for v in verdicts]
 
 
 def catch(kinds: tuple[str, ...], *arguments: Any, **options: Any) -> EmulationFault:
