@@ -257,6 +257,7 @@ def test_smollm2_tokenizer_agrees_with_llama_cpp(smollm2):
         assert smollm2.tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.slow
 def test_smollm2_answers(smollm2):
     """The proof that names, dequantization, rotary permutation and tokenizer are right: it makes sense."""
     transformers = pytest.importorskip("transformers")

@@ -114,6 +114,7 @@ def reference_logits(ids: torch.Tensor) -> torch.Tensor:
 IDS = torch.randint(0, 512, (75,), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_opens_on_our_model_with_the_dequantized_weights(directory: Path) -> None:
     captured = open_door(str(directory), BuildOptions(dtype="float32"))
     with torch.no_grad():
@@ -180,6 +181,7 @@ def test_a_tensor_that_nothing_takes_is_refused(directory: Path, tmp_path: Path)
             open_door(str(tmp_path), BuildOptions())
 
 
+@pytest.mark.slow
 def test_the_router_stays_fp32_in_a_bf16_model(directory: Path) -> None:
     captured = open_door(str(directory), BuildOptions(dtype="bfloat16"))
     weights = dict(captured.graph_module.named_parameters())

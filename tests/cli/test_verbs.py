@@ -172,6 +172,7 @@ def _start(*words, **options):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_no_colours_and_may_close(artifact):
     process = _start("inspect", artifact, "--buffers")
     process.stdout.readline()
@@ -180,6 +181,7 @@ def test_a_pipe_gets_no_colours_and_may_close(artifact):
     assert process.wait() == 0
 
 
+@pytest.mark.slow
 def test_colour_only_where_allowed(artifact):
     environment = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")}
     plain, _ = _start("passes", env=environment).communicate()

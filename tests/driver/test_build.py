@@ -40,6 +40,7 @@ def test_equal_inputs_give_equal_bytes_whatever_the_number_of_workers(
     assert any(name.endswith(".cubin") for name in built[0]) and any(name.endswith(".hsaco") for name in built[0])
 
 
+@pytest.mark.slow
 def test_a_decoder_builds_to_the_same_bytes_twice(tmp_path: Path) -> None:
     options = BuildOptions(**SMALL, quantization="nvfp4")
     first, second = (contents(build("smollm2-tiny", tmp_path / name / "out", options)) for name in "ab")

@@ -86,6 +86,7 @@ def test_greedy_text_of_the_quantized_model_is_that_of_its_decoded_weights(built
     assert list(result.tokens) == continue_greedily(model, prompt, TOKENS)
 
 
+@pytest.mark.slow
 def test_every_part_is_one_operation(built: dict[str, Path]) -> None:
     for scheme, experts in (("none", "mm.moe"), ("nvfp4_mxfp8", "mm.moe_nvfp4")):
         summary = summary_of(built[scheme])
@@ -98,6 +99,7 @@ def test_every_part_is_one_operation(built: dict[str, Path]) -> None:
         assert summary["cache"]["bytes_per_token"] == 3 * (2 * 2 * 16 + 16) * 4
 
 
+@pytest.mark.slow
 def test_counts_of_launches_and_bytes(built: dict[str, Path]) -> None:
     summary = summary_of(built["none"])
     (target,) = summary["targets"]
@@ -119,6 +121,7 @@ def test_counts_of_launches_and_bytes(built: dict[str, Path]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_counts_of_a_quantized_checkpoint(built: dict[str, Path]) -> None:
     stored = summary_of(built["nvfp4_mxfp8"])["checkpoint"]
     config = minimax_m3.MODELS[TINY]

@@ -14,7 +14,7 @@ from mmcompile.core.schedule import ARGUMENTS, COUNTER_STRIDE, STAGE_WORDS, WAIT
 from mmcompile.driver.emulated_device import EmulatedDriver
 from mmcompile.driver.mono import reschedule
 from mmcompile.driver.mono_summary import draw_timeline, estimate_timeline, list_schedules
-from mmcompile.driver.shorten import shorten_decode
+from mmcompile.driver.shorten import shorten_decode, with_schedule
 from mmcompile.emulate.memory import BASE
 from mmcompile.lower.merge import WAIT_SECONDS, propose_merges
 from mmcompile.runtime.device_gpu import GpuExecutor
@@ -204,6 +204,8 @@ class TableDriver(EmulatedDriver):
 def execute(mono: str, tokens: int, which: int, hangs_at: int = -1) -> tuple[torch.Tensor, torch.Tensor, TableDriver]:
     """(result, reference, driver) of one step."""
     plan = Model(2).merged_plan(which=which)
+    (schedule,) = plan.phases["decode"].schedules
+    plan = with_schedule(plan, schedule.model_copy(update={"mode": "step"}))
     weights, x, expected = make_case(plan, tokens)
     kernels = {name: ("", k.binaries["sm_90a"], len(k.parameters)) for name, k in plan.kernels.items()}
     driver = TableDriver(kernels, "9.0")

@@ -96,6 +96,7 @@ def test_every_kernel_of_a_sound_artifact_passes(tiny: Callable[..., Path], opti
     assert len(steps["verify"]) < len(verdicts)
 
 
+@pytest.mark.slow
 def test_a_sound_kernel_passes_with_its_error(tiny: Callable[..., Path]) -> None:
     (verdict,) = verify_artifact(tiny(**QUANTIZED), kernel_pattern="linear_nvfp4_skinny16*_swiglu_*", workers=1)
     assert (verdict.verdict, verdict.op, verdict.proofs) == ("ok", "mm.linear_nvfp4", PROOFS)

@@ -128,6 +128,7 @@ def test_a_launch_record_that_lies_is_found(artifact: Path) -> None:
     assert "out of bounds" in run_check(job.check, EmulatorRunner(short)).failure
 
 
+@pytest.mark.slow
 def test_verdicts_hold_every_proof(artifact: Path) -> None:
     verdicts = verify_artifact(artifact, kernel_pattern="add_rms_norm*", quick=True)
     assert {v.target for v in verdicts} == {"sm90", "gfx950"}

@@ -92,6 +92,7 @@ def test_ties_at_the_thresholds_are_kept(runner):
     assert all(token % 6 in (1, 2, 3) for token in drawn) and len(drawn) > 4
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(width=st.integers(1, 70), levels=st.integers(1, 6), temperature=st.floats(0.1, 3.0), top_k=st.integers(0, 80),
        top_p=st.sampled_from([0.1, 0.5, 0.77, 1.0]), seed=st.integers(-(2**63), 2**63 - 1))

@@ -62,6 +62,7 @@ def compare(engine, model, dtype, prompt):
     assert 0.0 <= gap <= 2 * rounding, f"token {first} differs although the logits are {gap} apart"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_greedy_text_equals_transformers(dtype, checkpoint, tmp_path: Path):
     path = build("smollm2-135m", tmp_path / "artifact", BuildOptions(("cpu",), dtype=dtype))

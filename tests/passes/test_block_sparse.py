@@ -243,6 +243,7 @@ WRONG = (  # layer, module, its class, the rule that nearly matched, and why it 
 )
 
 
+@pytest.mark.slow
 def test_near_misses_are_reported_and_left_alone():
     model = minimax_m3.build(
         replace(MODELS[FLASH], num_layers=4, sparse_attention_freq=(1,) * 4, moe_layer_freq=(1, 1, 1, 0))

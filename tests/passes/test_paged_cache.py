@@ -103,7 +103,7 @@ def test_window_and_scale_survive(standard_decoder):
     graph.recompile()
     (report,), _ = run(graph, "insert_paged_cache")
     (paged,) = graph.graph.find_nodes(op="call_function", target=MM.paged_attention.default)
-    assert paged.args[5:] == (0.125, 3)
+    assert paged.args[5:] == (0.125, 3, "linear")
     assert report.certificate.max_error == 0.0
 
 
