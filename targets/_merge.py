@@ -10,14 +10,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmcompile.core.kernel import KernelParts, KernelSource, Parameter
-from mmcompile.core.schedule import ARGUMENTS, COUNTER_STRIDE, FAULT, FINISH, STAGE_WARPS, STAGE_WORDS, WAITS
+from mmcompile.core.schedule import (
+    ARGUMENTS,
+    COUNTER_STRIDE,
+    FAULT,
+    FINISH,
+    OWN_PARAMETERS,
+    STAGE_WARPS,
+    STAGE_WORDS,
+    WAITS,
+)
 from mmcompile.core.spec import TargetSpec
 from mmcompile.targets._emit import HEADER, collect_functions
 from mmcompile.targets._intrinsics import synchronise, synchronise_cuda, synchronise_hip
 
-_OWN = (Parameter("table", "*i64", "table"), Parameter("counters", "*i32", "counters"),
-        Parameter("times", "*i64", "times"),
-        Parameter("first", "i32", "first"), Parameter("last", "i32", "last"))  # fmt: skip
 _PROGRAM = re.compile(r"\btl\.program_id\(([012])\)")
 _INTRINSICS = {"cuda": synchronise_cuda, "hip": synchronise_hip}
 
@@ -224,7 +230,8 @@ def merge_kernels(name: str, sources: Sequence[KernelSource], spec: TargetSpec) 
         collect_functions(function, replacements, functions)
     stages = [_write_stage(number, source, names) for number, source in enumerate(sources)]
     symbols = sorted({p.value for s in sources for p in s.parameters if not p.type.startswith("*")})
-    parameters = (*_OWN, *(Parameter(symbol, "i32", symbol) for symbol in symbols))
+    types = dict(OWN_PARAMETERS) | dict.fromkeys(symbols, "i32")
+    parameters = tuple(Parameter(parameter, types[parameter], parameter) for parameter in types)
     branches = textwrap.indent("\n".join(_write_branch(n, s) for n, s in enumerate(sources)), " " * 12)
     entry = _ENTRY.format(name=name, signature=", ".join(p.name for p in parameters), branches=branches)
     constants = [f"{key} = tl.constexpr({value})" for key, value in names.constants.items()]

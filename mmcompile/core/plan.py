@@ -30,6 +30,8 @@ SAMPLER_INPUTS: dict[str, tuple[tuple[Expression, ...], str]] = {
     "sample_positions": (("batch",), "int32"),
 }
 
+Mode = Literal["standalone", "layer", "step"]
+"""How a decode step is launched: kernel by kernel, or merged into one launch for each layer or for the whole step."""
 Role = Literal["input", "output", "weight", "derived", "state", "temporary"]
 
 
@@ -142,7 +144,7 @@ class Schedule(Record):
     layers: tuple[tuple[int, int], ...]
     private: dict[str, int]
     private_bytes: int
-    mode: Literal["standalone", "layer", "step"]
+    mode: Mode
     seconds: dict[str, float]
     basis: str
 

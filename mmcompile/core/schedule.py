@@ -26,6 +26,8 @@ MERGED_PHASE = "decode"
 MOST_TOKENS = 16
 STAGE_WARPS = 4
 """Warps of a merged kernel; a call that asks for a stage says so by its attribute "warps"."""
+OWN_PARAMETERS = (("table", "*i64"), ("counters", "*i32"), ("times", "*i64"), ("first", "i32"), ("last", "i32"))
+"""Parameters (name, Triton type) of every merged kernel; those of its stages' symbols follow."""
 MOST_WAITS = 4
 MOST_ARGUMENTS = 16
 WAITS = 8

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
-from mmcompile.core.plan import Plan, Schedule
+from mmcompile.core.plan import Mode, Plan, Schedule
 from mmcompile.core.schedule import MERGED_PHASE as PHASE
 from mmcompile.core.spec import TargetSpec
 from mmcompile.driver.compile import Compiled
 from mmcompile.driver.summary import assign_layers
-from mmcompile.lower.merge import Merge, Mode, Scheduler, find_merge, propose_merges
+from mmcompile.lower.merge import Merge, Scheduler, find_merge, propose_merges
 from mmcompile.lower.plan import Lowered
 from mmcompile.lower.select import RefuseSource
 from mmcompile.targets._target import Target

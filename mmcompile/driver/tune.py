@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from torch import Tensor
 
 import mmcompile
 from mmcompile.core.errors import UsageError
-from mmcompile.core.plan import Manifest, Plan, Record, Schedule, seal
+from mmcompile.core.plan import Manifest, Mode, Plan, Record, Schedule, seal
 from mmcompile.core.schedule import MERGED_PHASE as PHASE
 from mmcompile.driver.pack import hash_files, write_record
 from mmcompile.driver.progress import Progress, silent
@@ -22,7 +23,7 @@ from mmcompile.runtime.device_gpu import GpuExecutor
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.sequence import GREEDY, Sequence
 
-MODES = ("standalone", "layer", "step")
+MODES: tuple[Mode, ...] = get_args(Mode)
 _REPLAYS, _RUNS = 20, 5
 
 

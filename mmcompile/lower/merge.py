@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal
 
 from mmcompile.core.errors import LoweringError
 from mmcompile.core.ops.define import get_op
-from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Phase, Plan, Schedule, Stage, View
+from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Mode, Phase, Plan, Schedule, Stage, View
 from mmcompile.core.schedule import (
     MOST_ARGUMENTS,
     Access,
@@ -31,9 +30,7 @@ LAUNCH_SECONDS, WAIT_SECONDS, BANDWIDTH_SHARE = 2.7e-6, 0.75e-6, 0.9
 TILE_SECONDS, GATED_TILE_SECONDS, REPLICATED_TILE_SECONDS = 2.2e-6, 1.15e-6, 0.6e-6
 """Cost model: a launch in a graph, a wait between stages, the share of the bandwidth that is reached; beside its bytes
 a stage, one whose weights are on their way before its wait, one that every program runs for itself. Measured on an H200
-with SmolLM2-135M at batch 1 (docs/measurements.md)."""
-
-Mode = Literal["standalone", "layer", "step"]
+with SmolLM2-135M at batch 1 (docs/mono_decode.md)."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class GpuExecutor:
         self.plan, self._driver, self._architecture = plan, driver, architecture
         self._fixed_symbols = {"pages": pages}
         self.mono, self._merged_memory = mono, MergedMemory(plan, driver)
-        self._programs: dict[tuple[str, str, tuple[tuple[str, int], ...]], _Program] = {}
+        self._programs: dict[tuple[str, str, bool, tuple[tuple[str, int], ...]], _Program] = {}
         self._latest: _Program | None = None
         self._graphable = {
             name for name, phase in plan.phases.items() if name == "decode" and all(n.choices for n in phase.launches)
@@ -226,7 +226,7 @@ class GpuExecutor:
         return (time.perf_counter() - started) / repeats
 
     def _program(self, phase: str, inputs: Mapping[str, Tensor], symbols: Symbols) -> _Program:
-        key = (phase, f"{self.mono} {self._merged_memory.records}", tuple(sorted(symbols.items())))
+        key = (phase, self.mono, self._merged_memory.records, tuple(sorted(symbols.items())))
         if key not in self._programs:
             check_symbols(self.plan, phase, symbols)
             check_inputs(self.plan, self.plan.phases[phase], inputs, symbols)
@@ -347,7 +347,7 @@ class GpuExecutor:
             "launches": {name: len(phase.launches) for name, phase in self.plan.phases.items()},
             "fallbacks": list_fallbacks(self.plan),
             "memory": memory_by_role(self.plan, self._fixed_symbols),
-            "graphs": [{"phase": k[0], **dict(k[2])} for k, program in self._programs.items() if program.graph],
+            "graphs": [{"phase": k[0], **dict(k[3])} for k, program in self._programs.items() if program.graph],
         }
 
     def close(self) -> None:

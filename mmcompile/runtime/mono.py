@@ -9,7 +9,15 @@ import torch
 
 from mmcompile.core.errors import ToolchainError
 from mmcompile.core.plan import Binary, Phase, Plan, Schedule, View
-from mmcompile.core.schedule import COUNTER_STRIDE, FAULT, Placed, build_table, list_targets, place_stages
+from mmcompile.core.schedule import (
+    COUNTER_STRIDE,
+    FAULT,
+    OWN_PARAMETERS,
+    Placed,
+    build_table,
+    list_targets,
+    place_stages,
+)
 from mmcompile.runtime.device_driver import Driver, PackedArguments
 from mmcompile.runtime.executor import Evaluation
 
@@ -122,7 +130,7 @@ def bind_schedule(
     table = memory.table(build_table(placed, schedule.stages, arguments).tobytes())
     counters, times = memory.counters(schedule), memory.times(schedule)
     ranges = schedule.layers if schedule.mode == "layer" else ((0, len(schedule.stages)),)
-    symbols = memory.plan.kernels[schedule.kernel].parameters[5:]
+    symbols = memory.plan.kernels[schedule.kernel].parameters[len(OWN_PARAMETERS) :]
     values = [sizes.number(name) for name, _ in symbols]
     threads, driver = binary.num_warps * binary.warp_size, memory.driver
     packed = [PackedArguments([table, counters, times, first, last, *values, 0, 0]) for first, last in ranges]

@@ -121,11 +121,7 @@ def _write_qkv(shape: StepShape) -> str:
         lines += load_gain(shape, f"even{r}", "qkv", f"turn{r} % {pairs} * 2")
         lines += load_gain(shape, f"odd{r}", "qkv", f"turn{r} % {pairs} * 2 + 1")
     lines += [*poll_residual(shape, "residual", "entry", "code"), *stamp_layer(shape, 0)]
-    lines += [
-        "scratch = find_scratch(state, cfg)",
-        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tile_sizes(shape, 'qkv')})",
-        "tl.debug_barrier()",
-    ]
+    lines += run_batch(shape, "qkv")
     row = plan.tiles["qkv"] * plan.tile_rows * 4
     for r in count_rounds(pairs * shape.max_tokens):
         lines += [
@@ -240,6 +236,15 @@ def _write_output(shape: StepShape) -> str:
     return "\n".join(lines)
 
 
+def run_batch(shape: StepShape, role: str) -> list[str]:
+    """Statements that bring the sums of a batch of tiles to the scratch area, for all threads."""
+    return [
+        "scratch = find_scratch(state, cfg)",
+        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tile_sizes(shape, role)})",
+        "tl.debug_barrier()",
+    ]
+
+
 def _write_gate_up(shape: StepShape) -> str:
     plan = StepPlan(shape)
     tiles = plan.batch_tiles["gate_up"]
@@ -248,11 +253,7 @@ def _write_gate_up(shape: StepShape) -> str:
     for r in count_rounds(per * shape.max_tokens):
         inner += load_gain(shape, f"even{r}", "gate_up", f"(batch * {per} + (tid + {THREADS * r}) % {per}) * 2")
         inner += load_gain(shape, f"odd{r}", "gate_up", f"(batch * {per} + (tid + {THREADS * r}) % {per}) * 2 + 1")
-    inner += [
-        "scratch = find_scratch(state, cfg)",
-        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tile_sizes(shape, 'gate_up')})",
-        "tl.debug_barrier()",
-    ]
+    inner += run_batch(shape, "gate_up")
     for r in count_rounds(per * shape.max_tokens):
         inner += [
             f"turn = tid + {THREADS * r}", f"asked = tl.minimum(turn // {per}, MAX_TOKENS - 1)",
@@ -332,11 +333,7 @@ def _write_head(shape: StepShape) -> str:
     inner = []
     for r in count_rounds(rows * shape.max_tokens):
         inner += load_gain(shape, f"gain{r}", "head", f"batch * {rows} + (tid + {THREADS * r}) % {rows}")
-    inner += [
-        "scratch = find_scratch(state, cfg)",
-        f"state = run_tiles(state, cfg, code + 7, x, x_step, scratch, {tile_sizes(shape, 'head')})",
-        "tl.debug_barrier()",
-    ]
+    inner += run_batch(shape, "head")
     for r in count_rounds(rows * shape.max_tokens):
         inner += [
             f"turn = tid + {THREADS * r}", f"asked = tl.minimum(turn // {rows}, MAX_TOKENS - 1)",
