@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,7 @@ from mmcompile.core.errors import MMError, unknown_name
 
 # typer carries its own copy of click; its public BadParameter leads to the base class of all usage errors.
 _UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-_INTERRUPTED, _TERMINATED = 130, 143
+_STOPPED: dict[Any, str] = {128 + signal.SIGINT: "interrupted", 128 + signal.SIGTERM: "terminated"}
 _EPILOG = (
     "[b]Start here[/b]: mmcompile build smollm2-135m --target cpu -o out, then mmcompile run out --prompt 'Hello'. "
     "Every verb has --help with examples, and --json for scripts."
@@ -58,18 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     An error is one sentence on stderr; with --json stdout holds it as a document too.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # A terminated build must clean up as an interrupted one does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
-        return int(app(words, prog_name="mmcompile", standalone_mode=False) or 0)
+        with _exit_on_signals():
+            return int(app(words, prog_name="mmcompile", standalone_mode=False) or 0)
+    except SystemExit as stop:
+        if stop.code not in _STOPPED:
+            raise
+        word = _STOPPED[stop.code]
+        return _fail(words, f"{word}.", stop.code, {"what": word})
     except MMError as error:
         document = {"what": error.what, "where": error.where, "fix": error.fix}
         return _fail(words, str(error), error.exit_code, document)
     except _UsageProblem as problem:
         sentence = _describe(problem)
         return _fail(words, sentence, problem.exit_code, {"what": sentence})
-    except KeyboardInterrupt:
-        return _fail(words, "interrupted.", _INTERRUPTED, {"what": "interrupted"})
     except BrokenPipeError:
         # The reader (head, less) has enough; nothing may be flushed into the closed pipe at exit.
         sys.stdout = None  # type: ignore[assignment]
@@ -78,6 +81,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = f"internal error, {type(error).__name__}: {error}"
         sentence = f"{what}; run again with --debug and report the traceback."
         return _fail(words, sentence, MMError.exit_code, {"what": what})
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Ctrl-C and a termination both unwind the build, which cleans up, and end with 128 + the signal's number.
+
+    SystemExit and not KeyboardInterrupt: when that one passes through an ``exec`` of text (torch and sympy have
+    some), ``python -m`` kills itself by SIGINT at the end whatever caught it.
+    """
+
+    def stop(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _describe(problem: Any) -> str:
@@ -90,7 +112,7 @@ def _describe(problem: Any) -> str:
 
 
 def _fail(words: list[str], sentence: str, code: int, document: dict[str, str]) -> int:
-    if "--debug" in words and code not in (_INTERRUPTED, _TERMINATED):
+    if "--debug" in words and code not in _STOPPED:
         traceback.print_exc()
     if "--json" in words:
         print_json({"error": document | {"exit_code": code}})
