@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from _common import print_table
+from _gpu import measure_copy, time_events, time_graph
 from cuda.bindings import driver as cu
 
 from mmcompile.core.expression import evaluate
@@ -68,43 +69,11 @@ def load(folder: Path, entry: dict) -> Callable[[dict[str, object]], None]:
     return launch
 
 
-def time_events(call: Callable[[], None], repeats: int) -> float:
-    """Median microseconds of one call."""
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return sorted(times)[len(times) // 2]
-
-
-def time_graph(call: Callable[[int], None], copies: int) -> float:
-    """Microseconds per call inside a CUDA graph of at least 40 calls that rotates over ``copies`` weight sets."""
-    count = copies * max(1, -(-40 // copies))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            call(i % copies)
-    graph.replay()
-    return time_events(graph.replay, 7) / count
-
-
 def measure_bandwidths(read: Callable[[dict[str, object]], None]) -> tuple[float, float]:
-    """Bytes per second of a device-to-device copy (read and written bytes counted) and of a pure read, over 2 GiB."""
+    """Bytes per second of a device-to-device copy, and of a pure read of 2 GiB."""
     source = torch.empty(1 << 29, dtype=torch.int32, device="cuda").random_()
-    target = torch.empty_like(source)
-    size = 4 * source.numel()
-    copied = time_events(lambda: target.copy_(source), 12)
-    values = {"x": source, "out": target, "n": source.numel()}
-    return 2e6 * size / copied, 1e6 * size / time_events(lambda: read(values), 12)
+    values = {"x": source, "out": torch.empty_like(source), "n": source.numel()}
+    return measure_copy(), 4e6 * source.numel() / time_events(lambda: read(values), 12)
 
 
 def count_bytes(op: str, rows: int, k: int) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from _common import print_table
+from _gpu import measure_copy
 from cuda.bindings import driver as cu
 
 from mmcompile.core.formats import nvfp4
@@ -33,13 +34,6 @@ def check(result: tuple) -> object:
     """The value of a driver call."""
     assert int(result[0]) == 0, result[0]
     return result[1] if len(result) > 1 else None
-
-
-def measure_copy() -> float:
-    """Bytes per second of a device-to-device copy, read and written bytes counted."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / time_call(lambda: target.copy_(source), 1, 11)
 
 
 def time_call(call: Callable[[], object], count: int = 12, repeats: int = 5) -> float:

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from _common import print_table
+from _gpu import measure_copy, time_graph
 from cuda.bindings import driver as cu
-from h200_linear import check, configure, time_events, time_graph
+from h200_linear import check, configure
 from torch import Tensor
 
 import mmcompile.core.ops  # noqa: F401
@@ -38,13 +39,6 @@ POOL_BYTES = 1 << 30
 LARGEST_CHECK = 1 << 22
 BOUND = 1e-2
 SELECTION = {"block_size": PAGE, "top_k": TOP_K, "local_blocks": 1, "initial_blocks": 0}
-
-
-def measure_copy() -> float:
-    """Bytes per second of a device-to-device copy, read and written bytes counted."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / time_events(lambda: target.copy_(source), 12) * 1e6
 
 
 @dataclass(frozen=True)

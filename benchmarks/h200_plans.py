@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from _common import print_table
+from _gpu import measure_copy
 
 import mmcompile
 from mmcompile.driver.mono import reschedule
@@ -33,22 +34,6 @@ def executor_of(engine: Engine) -> GpuExecutor:
     executor = engine.executor
     assert isinstance(executor, GpuExecutor)
     return executor
-
-
-def measure_copy(size: int = 1 << 31) -> float:
-    """Bytes per second read and written by a device copy, best of several."""
-    a, b = (torch.empty(size // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
-    best = 0.0
-    for _ in range(10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        b.copy_(a)
-        end.record()
-        end.synchronize()
-        best = max(best, size / start.elapsed_time(end) * 1e3)
-    del a, b
-    torch.cuda.empty_cache()
-    return best
 
 
 def run_steps(engine: Engine, mode: str, batch: int) -> list[torch.Tensor]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from _common import print_table
-from h200_linear import time_graph
-from h200_msa import HEAD_DIM, HEADS, INDEX_HEADS, KV_HEADS, PAGE, Kit, make_pool, measure_copy
+from _gpu import measure_copy, time_graph
+from h200_msa import HEAD_DIM, HEADS, INDEX_HEADS, KV_HEADS, PAGE, Kit, make_pool
 from torch import Tensor
 
 import mmcompile.core.ops  # noqa: F401
