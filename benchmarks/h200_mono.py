@@ -20,10 +20,11 @@ from _gpu import measure_copy
 from cuda.bindings import driver as cu
 
 from mmcompile.core.formats import nvfp4
+from mmcompile.core.stream import FAULT_WORD
 from mmcompile.targets._tuned.stream_pack import pack_gains, pack_norms, pack_stream
 from mmcompile.targets._tuned.stream_plan import StepPlan
 from mmcompile.targets._tuned.stream_reference import StepInputs, run_step
-from mmcompile.targets._tuned.stream_shape import FAULT_WORD, TRACED, StepShape
+from mmcompile.targets._tuned.stream_shape import TRACED, StepShape
 
 CONTEXTS = (1024, 32768, 262144)
 MEMORY = 100 << 30

@@ -6,6 +6,7 @@ tokens 2t and 2t + 1 that lane (g, t) then holds for head g are its fragment of 
 
 from __future__ import annotations
 
+from mmcompile.core.stream import WARPS
 from mmcompile.targets._tuned.stream_plan import StepPlan
 from mmcompile.targets._tuned.stream_ptx import (
     _SPIN,
@@ -17,7 +18,7 @@ from mmcompile.targets._tuned.stream_ptx import (
     pack_four,
     store_four,
 )
-from mmcompile.targets._tuned.stream_shape import WARPS, StepShape
+from mmcompile.targets._tuned.stream_shape import StepShape
 
 
 def _mma(sums: str, a: tuple[str, str], b: tuple[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mmcompile.core.errors import LoweringError
 from mmcompile.core.kernel import KernelSource, Parameter
 from mmcompile.core.spec import Architecture
+from mmcompile.core.stream import WARPS
 from mmcompile.targets._tuned import stream_attention as attention
 from mmcompile.targets._tuned import stream_products as products
 from mmcompile.targets._tuned import stream_ptx as ptx
@@ -12,7 +13,7 @@ from mmcompile.targets._tuned.stream_body import write_body
 from mmcompile.targets._tuned.stream_driver import BF16, HELPERS
 from mmcompile.targets._tuned.stream_plan import StepPlan
 from mmcompile.targets._tuned.stream_refuse import refuse_stream
-from mmcompile.targets._tuned.stream_shape import PRIVATE_OFFSET, WARPS, StepShape
+from mmcompile.targets._tuned.stream_shape import PRIVATE_OFFSET, StepShape
 
 
 def list_parameters(shape: StepShape) -> tuple[Parameter, ...]:

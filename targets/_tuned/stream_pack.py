@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from mmcompile.core.formats.nvfp4_fragments import arrange
+from mmcompile.core.stream import WARPS, Arrangement, order_heads, order_pairs
 from mmcompile.targets._tuned.stream_plan import StepPlan
-from mmcompile.targets._tuned.stream_shape import TILE_ROWS, WARPS, StepShape
+from mmcompile.targets._tuned.stream_shape import StepShape
 
 Weight = Tensor | tuple[Tensor, Tensor, Tensor]
 LAYER_ROLES = ("qkv", "o", "gate_up", "down")
@@ -23,43 +24,30 @@ def order_rows(shape: StepShape, role: str) -> Tensor:
     and up. The rest in natural order.
     """
     if role == "gate_up":
-        return torch.arange(2 * shape.intermediate).view(2, -1).t().reshape(-1)
-    if role != "qkv":
-        plan = StepPlan(shape)
-        return torch.arange(plan.tiles[role] * plan.tile_rows * shape.programs)
-    d, half = shape.head_dim, shape.head_dim // 2
-    first_k, first_v = shape.heads * d, (shape.heads + shape.kv_heads) * d
-    rows = []
-    for kv in range(shape.kv_heads):
-        heads = [(kv * shape.group + j) * d for j in range(shape.group)] + [first_k + kv * d, first_v + kv * d]
-        for head in heads:
-            start = torch.arange(head, head + half)
-            rows.append(torch.stack([start, start + half], 1).reshape(-1))
-    return torch.cat(rows)
+        return order_pairs(2 * shape.intermediate)
+    if role == "qkv":
+        return order_heads(shape.heads, shape.kv_heads, shape.head_dim)
+    plan = StepPlan(shape)
+    return torch.arange(plan.tiles[role] * plan.tile_rows * shape.programs)
 
 
-def _view(shape: StepShape, role: str, chunks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of a weight in the order of rows, and the permutation of its dimensions to the order of the stream.
+def arrange_role(shape: StepShape, role: str) -> Arrangement:
+    """How a bf16 projection lies in the stream.
 
-    Dimensions: program, tile, row, warp, chunk, 32 columns, lane's quarter, 8 columns. "down" goes through its chunks
-    outermost, as all its sums fit registers; the others through their tiles.
+    "down" goes through its chunks outermost, as all its sums fit registers; the others through their tiles.
     """
     plan = StepPlan(shape)
-    sizes = (shape.programs, plan.tiles[role], TILE_ROWS, WARPS, chunks, shape.warp_k // 32, 4, 8)
-    outer = (4, 1) if role == "down" else (1, 4)
-    return sizes, (*outer, 0, 3, 5, 2, 6, 7)
+    heads = (shape.heads, shape.kv_heads, shape.head_dim) if role == "qkv" else None
+    return Arrangement(
+        shape.programs, plan.tiles[role], plan.chunks[role], shape.warp_k, role == "down", role == "gate_up", heads
+    )
 
 
 def pack_projection(shape: StepShape, role: str, weight: Weight) -> Tensor:
     """bf16 [rows, k], or (packed, scale, ...) of nvfp4 -> uint8 [bytes]; rows of "head" that are missing are zeros."""
     if not isinstance(weight, Tensor):
         return _pack_codes(shape, role, *weight[:2])
-    order = order_rows(shape, role).to(weight.device)
-    if len(order) > len(weight):
-        weight = torch.cat([weight, weight.new_zeros(len(order) - len(weight), weight.shape[1])])
-    sizes, permutation = _view(shape, role, StepPlan(shape).chunks[role])
-    rows = weight[order] if role in ("qkv", "gate_up") else weight
-    return rows.view(sizes).permute(permutation).contiguous().view(-1).view(torch.uint8)
+    return arrange_role(shape, role).arrange(weight)
 
 
 def _fill_tiles(shape: StepShape, role: str, rows: Tensor) -> Tensor:
@@ -105,13 +93,7 @@ def pack_gains(shape: StepShape, weights: Mapping[tuple[str, int], Weight]) -> T
 
 def unpack_projection(shape: StepShape, role: str, packed: Tensor) -> Tensor:
     """The inverse of ``pack_projection`` for bf16: [rows of whole tiles, k]."""
-    sizes, permutation = _view(shape, role, StepPlan(shape).chunks[role])
-    back = sorted(range(8), key=permutation.__getitem__)
-    rows = packed.view(torch.bfloat16).view([sizes[p] for p in permutation]).permute(back)
-    rows = rows.reshape(sizes[0] * sizes[1] * sizes[2], -1)
-    out = torch.empty_like(rows)
-    out[order_rows(shape, role).to(rows.device)] = rows
-    return out
+    return arrange_role(shape, role).restore(packed)
 
 
 def list_roles(shape: StepShape) -> list[tuple[str, int]]:

@@ -5,17 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from mmcompile.core.stream import TILE_ROWS, WARPS
 from mmcompile.targets._kernels.common import ceil_div, next_power_of_two
-from mmcompile.targets._tuned.stream_shape import (
-    HEADER_WORDS,
-    PRIVATE_OFFSET,
-    SHARED_BYTES,
-    THREADS,
-    TILE_ROWS,
-    TRACED,
-    WARPS,
-    StepShape,
-)
+from mmcompile.targets._tuned.stream_shape import HEADER_WORDS, PRIVATE_OFFSET, SHARED_BYTES, THREADS, TRACED, StepShape
 
 
 def largest_divisor(n: int, limit: int) -> int:

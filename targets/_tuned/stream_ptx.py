@@ -7,8 +7,9 @@ readers poll the words themselves, so no fence is needed: each word is written a
 
 from __future__ import annotations
 
+from mmcompile.core.stream import FAULT_WORD, WARPS
 from mmcompile.targets._tuned.stream_plan import StepPlan
-from mmcompile.targets._tuned.stream_shape import FAULT_WORD, WARPS, StepShape
+from mmcompile.targets._tuned.stream_shape import StepShape
 
 Assembly = tuple[str, str]
 NEVER = "0fF149F2CA"

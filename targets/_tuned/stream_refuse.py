@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mmcompile.core.spec import Architecture
+from mmcompile.core.stream import TILE_ROWS, WARPS
 from mmcompile.targets._tuned.stream_plan import StepPlan
-from mmcompile.targets._tuned.stream_shape import MULTIPROCESSORS, THREADS, TILE_ROWS, WARPS, StepShape
+from mmcompile.targets._tuned.stream_shape import MULTIPROCESSORS, THREADS, StepShape
 
 
 def refuse_stream(shape: StepShape, architecture: Architecture) -> str | None:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WARPS = 8
+from mmcompile.core.stream import WARPS
+
 THREADS = 32 * WARPS
-TILE_ROWS = 8
-"""Rows of weights (or tokens of the cache) that one MMA multiplies: its N."""
 SHARED_BYTES = 232448
 """Dynamic shared memory of one program on sm_90: 227 KB, so one program on each multiprocessor."""
 PRIVATE_OFFSET = 1024
 """First byte of the shared memory that the inline assembly keeps for itself; Triton's own must end before it."""
 MULTIPROCESSORS = {"sm_90a": 132}
-FAULT_WORD = 16
-"""Word of the workspace of the fault record: 1 + 8 * layer + stage, then the program; 0 = none."""
-STAGES = ("residual", "qkv", "attention", "residual after attention", "activation", "head", "program", "ring")
-"""Names of the stages in a fault record: whose values the program waited for ("ring": its own copies)."""
 TRACED = ("residual read", "q, k, v", "q, k, v read", "attention", "parts merged", "o", "residual again", "gate, up",
           "activation read", "down")  # fmt: skip
 """What has just been done at the times of a trace, layer by layer; then the same of the head: read, done."""

@@ -12,6 +12,7 @@ import torch
 from mmcompile.core.errors import LoweringError
 from mmcompile.core.formats.nvfp4 import decode_blocks
 from mmcompile.core.formats.nvfp4_fragments import restore
+from mmcompile.core.stream import FAULT_WORD, STAGES
 from mmcompile.emulate.faults import EmulationFault
 from mmcompile.emulate.launch import Launch
 from mmcompile.emulate.memory import DeviceMemory
@@ -30,7 +31,7 @@ from mmcompile.targets._tuned.stream_pack import (
 from mmcompile.targets._tuned.stream_plan import StepPlan
 from mmcompile.targets._tuned.stream_reference import StepInputs, run_step
 from mmcompile.targets._tuned.stream_refuse import refuse_stream
-from mmcompile.targets._tuned.stream_shape import FAULT_WORD, SHARED_BYTES, STAGES, StepShape
+from mmcompile.targets._tuned.stream_shape import SHARED_BYTES, StepShape
 from mmcompile.targets.sm90 import TARGET
 
 ARCHITECTURE = TARGET.spec.architectures[0]
