@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from mmcompile.core.formats.nvfp4_fragments import FLAVOURS
+from mmcompile.core.formats.nvfp4_fragments import DISTANCES, FLAVOURS
 from mmcompile.core.kernel import KernelSource, OpCall
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels.common import ceil_div, kernel_name, need, short_dtype
@@ -27,15 +27,16 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def decode_pair_portable(words, scale, SIGN: tl.constexpr, MAGNITUDE: tl.constexpr, dtype: tl.constexpr):
+def decode_pair_portable(words, scale, SIGN: tl.constexpr, MAGNITUDE: tl.constexpr, DISTANCE: tl.constexpr,
+                         dtype: tl.constexpr):
     """Both codes of a pair times its e4m3 scale (int32) / 256, as int32 pairs of ``dtype``, by integer arithmetic."""
     factor = scale.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) * 0.001953125
     pair = tl.zeros_like(words)
     for half in tl.static_range(2):
-        magnitude = (words >> (MAGNITUDE + 16 * half)) & 7
+        magnitude = (words >> (MAGNITUDE + DISTANCE * half)) & 7
         normal = (magnitude > 1).to(tl.int32)
         doubled = ((magnitude & 1) + 2 * normal) << ((magnitude >> 1) - normal)
-        doubled = tl.where((words >> (SIGN + 16 * half)) & 1 != 0, -doubled, doubled)
+        doubled = tl.where((words >> (SIGN + DISTANCE * half)) & 1 != 0, -doubled, doubled)
         value = (doubled.to(tl.float32) * factor).to(dtype).to(tl.uint16, bitcast=True).to(tl.int32)
         pair = pair | (value << (16 * half))
     return pair
@@ -45,13 +46,13 @@ def decode_pair_portable(words, scale, SIGN: tl.constexpr, MAGNITUDE: tl.constex
 def decode_fragment_words(words, scales, dtype: tl.constexpr, BITS: tl.constexpr, DECODE: tl.constexpr):
     """int32 words and the two e4m3 scales of each (low bytes) -> int32 pairs 0 to 3 of ``dtype``, times 2^-8.
 
-    BITS: sign and magnitude bit of the pairs. DECODE: assembly of the same, by scale pairs times 2^118 or 2^6.
+    BITS: sign and magnitude bit of the pairs, then the distance of the codes in one. DECODE: assembly of the same.
     """
     if INTERPRET:
-        p0 = decode_pair_portable(words, scales & 255, BITS[0], BITS[1], dtype)
-        p1 = decode_pair_portable(words, (scales >> 8) & 255, BITS[2], BITS[3], dtype)
-        p2 = decode_pair_portable(words, scales & 255, BITS[4], BITS[5], dtype)
-        p3 = decode_pair_portable(words, (scales >> 8) & 255, BITS[6], BITS[7], dtype)
+        p0 = decode_pair_portable(words, scales & 255, BITS[0], BITS[1], BITS[8], dtype)
+        p1 = decode_pair_portable(words, (scales >> 8) & 255, BITS[2], BITS[3], BITS[8], dtype)
+        p2 = decode_pair_portable(words, scales & 255, BITS[4], BITS[5], BITS[8], dtype)
+        p3 = decode_pair_portable(words, (scales >> 8) & 255, BITS[6], BITS[7], BITS[8], dtype)
     else:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             DECODE, "=&r,=&r,=&r,=&r,r,r", [words, scales], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
@@ -118,15 +119,19 @@ def tile_fragments_gemm(tile, x, weight, scale, global_scale, bias, residual, re
                  SWIGLU, BLOCK_M, BLOCK_N)
 
 
-def emit_fragments_gemm(call: OpCall, blocks: Blocks, ledger: dict[str, bool]) -> tuple[KernelSource, ...]:
-    """The GEMM of an NVFP4 weight in fragment order; ``blocks.k`` is 64."""
+def emit_fragments_gemm(
+    call: OpCall, blocks: Blocks, ledger: dict[str, bool], *, pairs: bool = False
+) -> tuple[KernelSource, ...]:
+    """The GEMM of an NVFP4 weight in fragment order, with ``pairs`` of that flavour; ``blocks.k`` is 64."""
     x, dtype = need(call, "x"), need(call, "x").dtype
+    flavour = "pairs" if pairs else dtype
     constants: dict[str, Any] = linear_constants(call, 0, 0)
     del constants["WEIGHT_STRIDE"], constants["SCALE_STRIDE"]
     rows, k = int(need(call, "packed").shape[0]), int(constants["K"])
     tiles_n = ceil_div(rows, blocks.n)
     constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "TILES_N": tiles_n, "GROUP_M": 8}
-    constants |= {"BITS": tuple(bit for pair in FLAVOURS[dtype] for bit in pair), "DECODE": repr(decode_word(dtype))}
+    constants["BITS"] = (*(bit for pair in FLAVOURS[flavour] for bit in pair), DISTANCES[flavour])
+    constants["DECODE"] = repr(decode_word(dtype, pairs=pairs))
     label = epilogue_label(call)
     return (
         emit_kernel(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mmcompile.core.spec import TargetSpec
+
 
 @dataclass(frozen=True)
 class Config:
@@ -22,6 +24,7 @@ class Config:
     max_registers: int | None = None
 
 
+_LATENCY = 0.7e-6  # seconds from a load to its data
 _WIDE, _HELD = Config(8), Config(8, hold=True)
 # (weight rows, k): for at most 8 tokens, for at most 16; docs/measurements.md has the times.
 _FRAGMENTS = {
@@ -54,8 +57,16 @@ _ROWS: dict[tuple[int, int], tuple[Config | None, Config | None]] = {
 }
 
 
-def choose_fragments(rows: int, k: int, groups: int, swiglu: bool, units: int) -> Config:
-    """For NVFP4 fragments and at most 8 * groups tokens.
+def must_hold(spec: TargetSpec) -> bool:
+    """True where a full unit of lanes with one 16-byte load each asks for less than its share of bandwidth x latency.
+
+    The latency is an assumption. For the H200 the rule says no, as its measured configurations do.
+    """
+    return spec.threads_per_unit * 16 < spec.memory_bandwidth / spec.units * _LATENCY
+
+
+def choose_fragments(rows: int, k: int, groups: int, swiglu: bool, units: int, hold: bool = False) -> Config:
+    """For NVFP4 fragments and at most 8 * groups tokens; with ``hold`` loads are always held together.
 
     The rule for other shapes: few programs a unit keep their loads together and share K among eight warps; many hide
     the latency by their number, with fewer warps and, for more tokens, fewer reads of x.
@@ -67,8 +78,8 @@ def choose_fragments(rows: int, k: int, groups: int, swiglu: bool, units: int) -
         config = Config(4, paired=groups > 1)
     else:
         config = _HELD if programs < (4 if groups == 1 else 2.5) else _WIDE
-    steps = k // 256
-    return replace(config, warps=min(config.warps, 1 << (steps - 1).bit_length()), paired=config.paired or swiglu)
+    warps = min(config.warps, 1 << (k // 256 - 1).bit_length())
+    return replace(config, warps=warps, paired=config.paired or swiglu, hold=config.hold or hold)
 
 
 def choose_rows(rows: int, k: int, groups: int, swiglu: bool, units: int) -> Config | None:

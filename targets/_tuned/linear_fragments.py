@@ -27,23 +27,28 @@ from mmcompile.targets._kernels.linear import (
 from mmcompile.targets._kernels.linear_nvfp4 import WEIGHTS
 from mmcompile.targets._kernels.two_step import INSERTS, make_two_step
 from mmcompile.targets._tuned.fragments_gemm import emit_fragments_gemm
-from mmcompile.targets._tuned.linear_configs import Config, choose_fragments, choose_rows
+from mmcompile.targets._tuned.linear_configs import Config, choose_fragments, choose_rows, must_hold
 from mmcompile.targets._tuned.linear_lanes import tile_fragments, tile_rows
 from mmcompile.targets._tuned.linear_ptx import hold_loads, multiply_fragments, multiply_rows
 
 GROUPS = (1, 2)
 """Groups of 8 tokens, the columns of an mma, that a decode linear can take."""
+_SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _VECTOR = 8  # elements of the 16 bytes that a lane loads at a time
 
 
-def emit_fragments(call: OpCall, groups: int, config: Config, *, parts: bool = False) -> tuple[KernelSource, ...]:
+def emit_fragments(
+    call: OpCall, groups: int, config: Config, *, parts: bool = False, pairs: bool = False
+) -> tuple[KernelSource, ...]:
     """The kernel of an NVFP4 weight in fragment order for at most 8 * groups tokens; with ``parts`` as many a program.
 
     The programs of a tile for several parts of the tokens run side by side and share the weights in the caches.
+    ``pairs``: the weight has the flavour of that name, which a conversion decodes, instead of that of x's dtype.
     """
-    chunks = [multiply_fragments(need(call, "x").dtype, chunk, groups) for chunk in range(4)]
+    chunks = [multiply_fragments(need(call, "x").dtype, chunk, groups, pairs=pairs) for chunk in range(4)]
     constants = {"CHUNKS": (*(text for text, _ in chunks), chunks[0][1])}
-    return _emit(call, tile_fragments, WEIGHTS, constants, groups, config, parts)
+    (source,) = _emit(call, tile_fragments, WEIGHTS, constants, groups, config, parts)
+    return (replace(source, ledger=source.ledger | {"E2M1": True}) if pairs else source,)
 
 
 def emit_rows(call: OpCall, groups: int, config: Config) -> tuple[KernelSource, ...]:
@@ -113,8 +118,8 @@ def refuse_lanes(call: OpCall, arch: Architecture) -> str | None:
     missing = sorted({"mma_m16n8k16", "mul_bf16x2"} - arch.features)
     if missing:
         return f"{arch.name} lacks {missing[0]}"
-    if x.dtype not in LAYOUTS:
-        return f"x is {x.dtype}, not {' or '.join(LAYOUTS)}"
+    if x.dtype not in _SHORT:
+        return f"x is {x.dtype}, not {' or '.join(_SHORT)}"
     if row_stride(x) % _VECTOR or int(x.shape[1]) % _VECTOR:
         return f"rows of x are no multiple of {_VECTOR} elements"
     return None
@@ -129,12 +134,18 @@ def _refuse_shape(call: OpCall) -> str | None:
     return reason
 
 
+def choose_flavour(dtype: str, arch: Architecture) -> str:
+    """The flavour of fragments for activations of ``dtype``: pairs where one instruction converts two codes."""
+    short = _SHORT[dtype]
+    return "pairs" if {f"cvt_e2m1_{short}x2", f"cvt_e4m3_{short}x2"} <= arch.features else dtype
+
+
 def want_fragments(call: OpCall, spec: TargetSpec, arch: Architecture) -> dict[str, str]:
-    """Codes and scales in fragment order, where the call allows it and a converting instruction is no better."""
+    """Codes and scales in fragment order, where the call allows it."""
     reason = refuse_linear(call, spec, arch) or refuse_lanes(call, arch) or _refuse_shape(call)
-    if reason is not None or "cvt_e2m1_bf16x2" in arch.features:
+    if reason is not None:
         return {}
-    return dict.fromkeys(("packed", "scale"), LAYOUTS[need(call, "x").dtype])
+    return dict.fromkeys(("packed", "scale"), LAYOUTS[choose_flavour(need(call, "x").dtype, arch)])
 
 
 def _refuse_fragments(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
@@ -142,29 +153,31 @@ def _refuse_fragments(call: OpCall, spec: TargetSpec, arch: Architecture) -> str
     if packed.layout == "linear" or scale.layout == "linear":
         return "the weight is row-major"
     reason = refuse_linear(call, spec, arch) or refuse_lanes(call, arch) or _refuse_shape(call)
-    wanted = LAYOUTS.get(need(call, "x").dtype)
-    if reason is None and (packed.layout, scale.layout) != (wanted, wanted):
+    if reason is not None:
+        return reason
+    wanted = LAYOUTS[choose_flavour(need(call, "x").dtype, arch)]
+    if (packed.layout, scale.layout) != (wanted, wanted):
         return f"the weight has the layout {packed.layout}, not {wanted}"
-    return reason
+    return None
 
 
-def _emit_fragments(groups: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
+def _emit_fragments(
+    groups: int, call: OpCall, spec: TargetSpec, arch: Architecture, *, parts: bool = False
+) -> tuple[KernelSource, ...]:
     rows, k = int(need(call, "packed").shape[0]), int(need(call, "x").shape[1])
     swiglu = call.attributes.get("activation") == "swiglu"
-    return emit_fragments(call, groups, choose_fragments(rows, k, groups, swiglu, spec.units))
+    config = choose_fragments(rows, k, groups, swiglu, spec.units, must_hold(spec))
+    return emit_fragments(call, groups, config, parts=parts, pairs=_has_pairs(call, arch))
 
 
-def _emit_parts(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
-    rows, k = int(need(call, "packed").shape[0]), int(need(call, "x").shape[1])
-    swiglu = call.attributes.get("activation") == "swiglu"
-    groups = GROUPS[-1]
-    return emit_fragments(call, groups, choose_fragments(rows, k, groups, swiglu, spec.units), parts=True)
+def _has_pairs(call: OpCall, arch: Architecture) -> bool:
+    return choose_flavour(need(call, "x").dtype, arch) == "pairs"
 
 
 def _emit_gemm(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
     rows, dtype = int(need(call, "packed").shape[0]), need(call, "x").dtype
     blocks = Blocks(128, 128, 64, 8, 3) if rows >= 4096 else Blocks(64, 64, 64, 4, 3)
-    return emit_fragments_gemm(call, blocks, mma_ledger(dtype, blocks, spec, arch))
+    return emit_fragments_gemm(call, blocks, mma_ledger(dtype, blocks, spec, arch), pairs=_has_pairs(call, arch))
 
 
 def _find_rows_config(groups: int, call: OpCall, spec: TargetSpec) -> Config | None:
@@ -196,7 +209,7 @@ FRAGMENTS: tuple[KernelTemplate, ...] = tuple(
                    grade="tuned", layouts=want_fragments)
     for tokens, emit in (
         *((8 * groups, partial(_emit_fragments, groups)) for groups in GROUPS),
-        (32, _emit_parts),
+        (32, partial(_emit_fragments, GROUPS[-1], parts=True)),
         (None, _emit_gemm),
     )
 )  # fmt: skip

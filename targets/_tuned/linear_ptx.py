@@ -36,9 +36,22 @@ def unpack_pairs(dtype: str, word: str) -> str:
     ])  # fmt: skip
 
 
-def _spread_scales(dtype: str, register: str, chunk: int) -> str:
-    """The scales of rows g and g + 8 for a chunk, twice each, in registers s0 and s1."""
+def convert_pairs(dtype: str, word: str) -> str:
+    """The four pairs of codes of a word of the flavour "pairs" in registers p0..p3, one conversion each."""
+    converted = " ".join(f"cvt.rn.{_TYPES[dtype]}x2.e2m1x2 p{i}, c{i};" for i in range(4))
+    return f"{{ .reg .b8 c<4>; mov.b32 {{c0, c1, c2, c3}}, {word}; {converted} }}"
+
+
+def _spread_scales(dtype: str, register: str, chunk: int, *, pairs: bool) -> str:
+    """The scales of rows g and g + 8 for a chunk, twice each, in registers s0 and s1: weights come out times 2^-8."""
     halves = "mov.b32 {low, high}, q; mov.b32 s0, {low, low}; mov.b32 s1, {high, high};"
+    if pairs:
+        half, short = "high" if chunk % 2 else "low", _TYPES[dtype]
+        factor = {"bf16": "0x3B803B80", "f16": "0x1C001C00"}[short]  # 2^-8, twice
+        return (
+            f"mov.b32 {{low, high}}, {register}; cvt.rn.{short}x2.e4m3x2 q, {half}; mov.b32 s0, {factor}; "
+            f"mul.rn.{short}x2 q, q, s0; {halves}"
+        )
     if dtype == "bfloat16":
         selector, factor = 0x4342 if chunk % 2 else 0x4140, "mov.b32 s0, 0x7B007B00;"  # 2^119, twice
         return (
@@ -51,13 +64,16 @@ def _spread_scales(dtype: str, register: str, chunk: int) -> str:
     )
 
 
-def decode_word(dtype: str) -> str:
-    """$0 to $3: the four pairs of word $4 times the scales in the low bytes of $5, times 2^-8."""
+def decode_word(dtype: str, *, pairs: bool = False) -> str:
+    """$0 to $3: the four pairs of word $4 times the scales in the low bytes of $5, times 2^-8.
+
+    ``pairs``: the word has the flavour "pairs" instead of that of ``dtype``.
+    """
     short = _TYPES[dtype]
     lines = [
         "{ .reg .b32 p<4>, q, s0, s1; .reg .b16 low, high;",
-        _spread_scales(dtype, "$5", 0),
-        unpack_pairs(dtype, "$4"),
+        _spread_scales(dtype, "$5", 0, pairs=pairs),
+        (convert_pairs if pairs else unpack_pairs)(dtype, "$4"),
         *(f"mul.rn.{short}x2 ${i}, p{i}, s{i % 2};" for i in range(4)),
         "}",
     ]
@@ -85,17 +101,18 @@ def _wrap(body: list[str], inputs: int, groups: int) -> tuple[str, str]:
     return " ".join(lines), ",".join(["=&f"] * count + ["r"] * inputs + ["f"] * count)
 
 
-def multiply_fragments(dtype: str, chunk: int, groups: int) -> tuple[str, str]:
+def multiply_fragments(dtype: str, chunk: int, groups: int, *, pairs: bool = False) -> tuple[str, str]:
     """16 rows times 64 k of NVFP4 fragments (mmcompile.core.formats.nvfp4_fragments), for 8 tokens a group.
 
     Operands: 4 code words, 2 registers of scales for the chunks 0 to 3, 8 words of x a group, 4 sums a group.
+    ``pairs``: the words have the flavour "pairs" instead of that of ``dtype``.
     """
     words, scales = [f"${4 * groups + i}" for i in range(4)], [f"${4 * groups + 4 + i}" for i in range(2)]
     x = 4 * groups + 6
     short = _TYPES[dtype]
-    body = [_spread_scales(dtype, scales[chunk // 2], chunk)]
+    body = [_spread_scales(dtype, scales[chunk // 2], chunk, pairs=pairs)]
     for j, word in enumerate(words):
-        body.append(unpack_pairs(dtype, word))
+        body.append((convert_pairs if pairs else unpack_pairs)(dtype, word))
         body += [f"mul.rn.{short}x2 p{i}, p{i}, s{i % 2};" for i in range(4)]
         for group in range(groups):
             place = x + 8 * group + 2 * j

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from mmcompile.core.formats import nvfp4_fragments as fragments
 from mmcompile.core.formats.nvfp4 import unpack_codes
 
-DTYPES = list(fragments.FLAVOURS)
-SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.sampled_from(DTYPES), st.integers(0, 2**31))
+FLAVOURS = list(fragments.FLAVOURS)
+SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.sampled_from(FLAVOURS), st.integers(0, 2**31))
 
 
 def make_weight(tiles: int, steps: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,11 +25,11 @@ def make_weight(tiles: int, steps: int, seed: int) -> tuple[torch.Tensor, torch.
 @settings(max_examples=15, deadline=None)
 @given(SHAPES)
 def test_restore_undoes_arrange(case):
-    tiles, steps, dtype, seed = case
+    tiles, steps, flavour, seed = case
     for tensor in make_weight(tiles, steps, seed):
-        moved = fragments.arrange(tensor, dtype)
+        moved = fragments.arrange(tensor, flavour)
         assert (moved.shape, moved.dtype, moved.is_contiguous()) == (tensor.shape, tensor.dtype, True)
-        back = fragments.restore(moved, dtype)
+        back = fragments.restore(moved, flavour)
         assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
 
 
@@ -44,26 +44,26 @@ def test_more_tiles_than_are_taken_at_a_time():
 @given(SHAPES, st.data())
 def test_every_element_is_where_the_layout_says(case, data):
     """Codes and scales are found by the formulas of the module's contract."""
-    tiles, steps, dtype, seed = case
+    tiles, steps, flavour, seed = case
     packed, scale = make_weight(tiles, steps, seed)
-    words = fragments.arrange(packed, dtype).view(torch.int32).flatten()
-    scales = fragments.arrange(scale, dtype).view(torch.uint8).flatten()
+    words = fragments.arrange(packed, flavour).view(torch.int32).flatten()
+    scales = fragments.arrange(scale, flavour).view(torch.uint8).flatten()
     row, k = data.draw(st.integers(0, 16 * tiles - 1)), data.draw(st.integers(0, 256 * steps - 1))
     tile, h, g = row // 16, row % 16 // 8, row % 8
     step, u, t, j = k // 256, k % 256 // 64, k % 64 // 16, k % 16 // 4
     i, half, lane = k % 4 // 2, k % 2, 4 * g + t
-    word = int(words[((tile * steps + step) * 4 + u) * 128 + lane * 4 + j]) >> (16 * half)
-    sign, magnitude = fragments.FLAVOURS[dtype][h + 2 * i]
+    word = int(words[((tile * steps + step) * 4 + u) * 128 + lane * 4 + j]) >> (fragments.DISTANCES[flavour] * half)
+    sign, magnitude = fragments.FLAVOURS[flavour][h + 2 * i]
     code = ((word >> sign) & 1) << 3 | (word >> magnitude) & 7
     assert code == int(unpack_codes(packed)[row, k])
     place = (tile * steps + step) * 256 + lane * 8 + u * 2 + h
     assert int(scales[place]) == int(scale.view(torch.uint8)[row, k // 16])
 
 
-@pytest.mark.parametrize("flavour", fragments.FLAVOURS.values())
+@pytest.mark.parametrize("flavour", FLAVOURS)
 def test_the_bits_of_a_flavour_do_not_overlap(flavour):
-    bits = [bit for sign, magnitude in flavour for bit in (sign, *range(magnitude, magnitude + 3))]
-    assert sorted(bits) == list(range(16))
+    first = [bit for sign, low in fragments.FLAVOURS[flavour] for bit in (sign, *range(low, low + 3))]
+    assert sorted(bit + side * fragments.DISTANCES[flavour] for side in range(2) for bit in first) == list(range(32))
 
 
 @pytest.mark.parametrize(("rows", "k"), [(8, 256), (24, 256), (16, 128), (16, 320)])
