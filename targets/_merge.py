@@ -99,7 +99,8 @@ def _bound_names(text: str) -> set[str]:
 def _write_stage(number: int, source: KernelSource, names: _Names) -> str:
     """The functions of one stage: the kernel's entry point, and its prefetch, with their place in the grid given."""
     assert source.parts is not None
-    signature = ", ".join(["gate", "program_0", "program_1", "program_2", *(p.name for p in source.parameters)])
+    own = ["gate"] if source.parts.gated else []  # elsewhere an operand may have that name, as SwiGLU's has
+    signature = ", ".join([*own, "program_0", "program_1", "program_2", *(p.name for p in source.parameters)])
     written = []
     for prefix, body in (("stage", source.parts.body), ("prefetch", source.parts.prefetch)):
         if body:
@@ -126,10 +127,11 @@ def _write_branch(number: int, source: KernelSource) -> str:
         arguments.append(f"a{slot}")
         slot += 1
     if source.parts.prefetch:
-        call = ", ".join(["None", "begin % x", "begin // x % y", "begin // (x * y)", *arguments])
+        given = ["None"] if source.parts.gated else []
+        call = ", ".join([*given, "begin % x", "begin // x % y", "begin // (x * y)", *arguments])
         lines.append(f"prefetch_{number}({call})")
-    gate = "(row, first, counters, stage, program, times, programs, tile == begin)" if source.parts.gated else "None"
-    call = ", ".join([gate, "tile % x", "tile // x % y", "tile // (x * y)", *arguments])
+    gate = ["(row, first, counters, stage, program, times, programs, tile == begin)"] if source.parts.gated else []
+    call = ", ".join([*gate, "tile % x", "tile // x % y", "tile // (x * y)", *arguments])
     if not source.parts.gated:
         lines += ["ready = await_stages(row, first, counters, stage, program)",
                   "record_time(times, stage * programs + program, 1)"]  # fmt: skip

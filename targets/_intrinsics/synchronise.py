@@ -8,9 +8,15 @@ import triton.language as tl
 def wait_for(counter, target, fault, code):
     """Wait until ``counter`` holds ``target`` and acquire what was written before; False after a second in vain.
 
-    ``fault``: two words, (code of the wait, value found) of the first wait in vain; 0 as long as there is none.
+    ``fault``: two words, (code of the wait, value found) of the first wait in vain; 0 as long as there is none. The
+    second has eight parts, each of which reads the counter anew: a poll gives up by a clock that goes on while the
+    launch is suspended, so one look at it proves nothing.
     """
-    reached = tl.atomic_poll(counter, target, sem="acquire", scope="gpu", timeout_ns=1000000000)
+    reached = target < 0
+    parts = 0
+    while (parts < 8) & (reached == 0):
+        reached = tl.atomic_poll(counter, target, sem="acquire", scope="gpu", timeout_ns=125000000)
+        parts += 1
     if not reached:
         found = tl.atomic_load(counter, sem="relaxed", scope="gpu")
         if tl.atomic_cas(fault, 0, code) == 0:
