@@ -31,11 +31,18 @@ def hold_loads(tile, PTX: tl.constexpr):
 
 
 @triton.jit
+def point_rows(x, row, X_STRIDE: tl.constexpr):
+    """Where each lane reads its ``row`` [n] of x as 32-bit words, four at a time."""
+    words = x.to(tl.pointer_type(tl.int32), bitcast=True)
+    return words + row[:, None] * (X_STRIDE // 2) + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
 def load_tokens(x, X_STRIDE: tl.constexpr, lane, tokens, GROUPS: tl.constexpr):
     """Where lane 4 g + t reads x: rows of tokens g, g + 8, ... as 32-bit words, and which of them exist."""
-    words = x.to(tl.pointer_type(tl.int32), bitcast=True)
-    token = (lane // 4)[:, None]
-    first = words + token * (X_STRIDE // 2) + tl.arange(0, 4)[None, :]
+    token = lane // 4
+    first = point_rows(x, token, X_STRIDE)
+    token = token[:, None]
     return (first, first + 4 * X_STRIDE)[:GROUPS], (token < tokens, token + 8 < tokens)[:GROUPS]
 
 
@@ -72,20 +79,30 @@ def load_fragments(words, scales, step, loaded):
 
 
 @triton.jit
-def sum_fragments(tile, x, weight, scale, tokens, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr,
-                  SWIGLU: tl.constexpr, PAIRED: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
-                  HOLD: tl.constexpr, BARRIER: tl.constexpr, CHUNKS: tl.constexpr, gate):
-    """Partial sums [32 * WARPS, 4] of NVFP4 fragments, a tuple of GROUPS for the first 16 rows and for the second."""
+def load_chunk(x_words, active, place, GROUPS: tl.constexpr):
+    """The words of x for a chunk of 64 k from word ``place`` on: two tensors a group."""
+    parts = (tl.load(x_words[0] + place, active[0], 0), tl.load(x_words[0] + place + 4, active[0], 0))
+    if GROUPS == 2:
+        parts = parts + (tl.load(x_words[1] + place, active[1], 0), tl.load(x_words[1] + place + 4, active[1], 0))
+    return parts
+
+
+@triton.jit
+def sum_fragments(first, second, x_words, tokens_active, weight, scale, K: tl.constexpr, PAIRED: tl.constexpr,
+                  GROUPS: tl.constexpr, WARPS: tl.constexpr, HOLD: tl.constexpr, BARRIER: tl.constexpr,
+                  CHUNKS: tl.constexpr, gate):
+    """Partial sums [32 * WARPS, 4] of NVFP4 fragments, a tuple of GROUPS for the first 16 rows and for the second.
+
+    first, second: numbers (int64) of tiles of 16 rows; the second counts with PAIRED only. x_words, tokens_active:
+    as of ``load_tokens``. gate: None, or that of ``enter_gate``.
+    """
     STEPS: tl.constexpr = K // 256
     thread = tl.arange(0, 32 * WARPS)
     lane, warp = thread % 32, (thread // 32)[:, None]
     own = lane[:, None] * 4 + tl.arange(0, 4)[None, :]
-    x_words, tokens_active = load_tokens(x, X_STRIDE, lane, tokens, GROUPS)
     run = (lane % 4 * 8)[:, None]
     words = weight.to(tl.pointer_type(tl.int32), bitcast=True) + own
     scales = scale.to(tl.pointer_type(tl.int16), bitcast=True) + own
-    first = (2 * tile if PAIRED and not SWIGLU else tile).to(tl.int64) * STEPS
-    second = first + (N // 16 * STEPS if SWIGLU else STEPS)
     zero = tl.zeros((32 * WARPS, 4), tl.float32)
     sums = (zero, zero)[:GROUPS]
     paired = (zero, zero)[:GROUPS]
@@ -95,19 +112,16 @@ def sum_fragments(tile, x, weight, scale, tokens, N: tl.constexpr, K: tl.constex
         if STEPS % WARPS != 0:
             loaded = step < STEPS
             active = mask_all(tokens_active, loaded, GROUPS)
-        codes, factors = load_fragments(words + first * 512, scales + first * 128, step, loaded)
+        codes, factors = load_fragments(words + first * (STEPS * 512), scales + first * (STEPS * 128), step, loaded)
         if PAIRED:
-            codes1, factors1 = load_fragments(words + second * 512, scales + second * 128, step, loaded)
-        if start == 0:
+            codes1, factors1 = load_fragments(words + second * (STEPS * 512), scales + second * (STEPS * 128), step,
+                                              loaded)
+        if start == 0 and gate is not None:
             enter_gate(gate)
         if HOLD:
-            hold_loads(tile, BARRIER)
+            hold_loads(start, BARRIER)
         for chunk in tl.static_range(4):
-            place = step * 128 + chunk * 32 + run
-            parts = (tl.load(x_words[0] + place, active[0], 0), tl.load(x_words[0] + place + 4, active[0], 0))
-            if GROUPS == 2:
-                parts = parts + (tl.load(x_words[1] + place, active[1], 0),
-                                 tl.load(x_words[1] + place + 4, active[1], 0))
+            parts = load_chunk(x_words, active, step * 128 + chunk * 32 + run, GROUPS)
             sums = multiply(codes[chunk], factors, parts, sums, CHUNKS, chunk, GROUPS)
             if PAIRED:
                 paired = multiply(codes1[chunk], factors1, parts, paired, CHUNKS, chunk, GROUPS)
@@ -208,6 +222,15 @@ def add_warps(sums, WARPS: tl.constexpr):
 
 
 @triton.jit
+def scale_sums(sums, global_scale, row, dtype: tl.constexpr, WARPS: tl.constexpr):
+    """Sums of all warps in fp32 [32, 4]; with a global scale a row, which undoes the 2^-8 of fragments, rounded."""
+    value = add_warps(sums, WARPS)
+    if global_scale is not None:
+        value = (value * (tl.load(global_scale + row) * 256.0)).to(dtype).to(tl.float32)
+    return value
+
+
+@triton.jit
 def store_sums(sums, paired, tile, global_scale, bias, residual, result, tokens, N: tl.constexpr,
                RESIDUAL_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr, SWIGLU: tl.constexpr,
                PAIRED: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr):
@@ -219,14 +242,10 @@ def store_sums(sums, paired, tile, global_scale, bias, residual, result, tokens,
     dtype = result.dtype.element_ty
     for group in tl.static_range(GROUPS):
         token = 8 * group + lane % 4 * 2 + column % 2
-        value = add_warps(sums[group], WARPS)
-        if global_scale is not None:
-            value = (value * (tl.load(global_scale + row) * 256.0)).to(dtype).to(tl.float32)
+        value = scale_sums(sums[group], global_scale, row, dtype, WARPS)
         other = value
         if PAIRED:
-            other = add_warps(paired[group], WARPS)
-            if global_scale is not None:
-                other = (other * (tl.load(global_scale + row1) * 256.0)).to(dtype).to(tl.float32)
+            other = scale_sums(paired[group], global_scale, row1, dtype, WARPS)
         store_lanes(value, other, bias, residual, result, tokens, row, token, N, RESIDUAL_STRIDE, RESULT_STRIDE, SWIGLU)
         if PAIRED and not SWIGLU:
             store_lanes(other, other, bias, residual, result, tokens, row1, token, N, RESIDUAL_STRIDE, RESULT_STRIDE,
@@ -242,7 +261,10 @@ def tile_fragments(gate, tile, x, weight, scale, global_scale, bias, residual, r
 
     CHUNKS: assembly for the four chunks of 64 in a step of 256, then its constraints. BARRIER: that of ``hold_loads``.
     """
-    sums, paired = sum_fragments(tile, x, weight, scale, tokens, N, K, X_STRIDE, SWIGLU, PAIRED, GROUPS, WARPS, HOLD,
+    x_words, active = load_tokens(x, X_STRIDE, tl.arange(0, 32 * WARPS) % 32, tokens, GROUPS)
+    first = (2 * tile if PAIRED and not SWIGLU else tile).to(tl.int64)
+    second = first + (N // 16 if SWIGLU else 1)
+    sums, paired = sum_fragments(first, second, x_words, active, weight, scale, K, PAIRED, GROUPS, WARPS, HOLD,
                                  BARRIER, CHUNKS, gate)
     store_sums(sums, paired, tile, global_scale, bias, residual, result, tokens, N, RESIDUAL_STRIDE, RESULT_STRIDE,
                SWIGLU, PAIRED, GROUPS, WARPS)
