@@ -84,34 +84,55 @@ def load_fragment_rows(words, scales, start, dtype: tl.constexpr, SWIGLU: tl.con
 
 
 @triton.jit
+def find_tiles(tile, N: tl.constexpr, SWIGLU: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Numbers [BLOCK_N / 16] of the tiles of 16 weight rows that make tile ``tile`` of a result with N columns.
+
+    With SWIGLU the first half are gate tiles, the second up tiles. Beyond the last there is the last again.
+    """
+    TILES: tl.constexpr = BLOCK_N // 16
+    part = tl.arange(0, TILES)
+    if SWIGLU:
+        found = tl.minimum(tile * (TILES // 2) + part % (TILES // 2), N // 16 - 1) + part // (TILES // 2) * (N // 16)
+    else:
+        found = tl.minimum(tile * TILES + part, N // 16 - 1)
+    return found
+
+
+@triton.jit
+def multiply_tiles(x_rows, present, weight, scale, tiles, K: tl.constexpr, SWIGLU: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, DECODE: tl.constexpr):
+    """The ``present`` ones of BLOCK_M rows times the weight rows of ``tiles`` (int64): fp32 [BLOCK_M, BLOCK_N] / 256.
+
+    x_rows: pointers [BLOCK_M] to the rows' starts. The columns are as in ``load_fragment_rows``.
+    """
+    place = tiles[:, None, None]
+    g, word, t = tl.arange(0, 8)[None, :, None], tl.arange(0, 16)[None, None, :], tl.arange(0, 4)[None, None, :]
+    words = weight.to(tl.pointer_type(tl.int32), bitcast=True) + place * (K * 2) + g * 16 + word
+    scales = scale.to(tl.pointer_type(tl.int32), bitcast=True) + place * (K // 4) + g * 8 + t * 2
+    x_tile = x_rows[:, None] + tl.arange(0, 64)[None, :]
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, 64):
+        left = tl.load(x_tile + start, mask=present[:, None], other=0.0)
+        right = load_fragment_rows(words, scales, start, left.dtype, SWIGLU, BLOCK_N // 16, BITS, DECODE)
+        accumulator = tl.dot(left, tl.trans(right), accumulator)
+    return accumulator
+
+
+@triton.jit
 def tile_fragments_gemm(tile, x, weight, scale, global_scale, bias, residual, result, tokens, N: tl.constexpr,
                         K: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
                         RESULT_STRIDE: tl.constexpr, SWIGLU: tl.constexpr, BLOCK_M: tl.constexpr,
                         BLOCK_N: tl.constexpr, TILES_N: tl.constexpr, GROUP_M: tl.constexpr, BITS: tl.constexpr,
                         DECODE: tl.constexpr):
     """The result columns of BLOCK_N weight rows for BLOCK_M tokens; tiles run down GROUP_M token blocks at a time."""
-    TILES: tl.constexpr = BLOCK_N // 16
     group = tile // (GROUP_M * TILES_N)
     group_rows = tl.minimum(tl.cdiv(tokens, BLOCK_M) - group * GROUP_M, GROUP_M)
     within = tile % (GROUP_M * TILES_N)
     token = (group * GROUP_M + within % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
     tile_n = within // group_rows
-    part = tl.arange(0, TILES)
-    if SWIGLU:
-        first = tl.minimum(tile_n * (TILES // 2) + part % (TILES // 2), N // 16 - 1) + part // (TILES // 2) * (N // 16)
-    else:
-        first = tl.minimum(tile_n * TILES + part, N // 16 - 1)
-    place = first.to(tl.int64)[:, None, None]
-    g, word, t = tl.arange(0, 8)[None, :, None], tl.arange(0, 16)[None, None, :], tl.arange(0, 4)[None, None, :]
-    words = weight.to(tl.pointer_type(tl.int32), bitcast=True) + place * (K * 2) + g * 16 + word
-    scales = scale.to(tl.pointer_type(tl.int32), bitcast=True) + place * (K // 4) + g * 8 + t * 2
-    k = tl.arange(0, 64)
-    x_tile = x + token.to(tl.int64)[:, None] * X_STRIDE + k[None, :]
-    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, 64):
-        left = tl.load(x_tile + start, mask=(token < tokens)[:, None], other=0.0)
-        right = load_fragment_rows(words, scales, start, left.dtype, SWIGLU, TILES, BITS, DECODE)
-        accumulator = tl.dot(left, tl.trans(right), accumulator)
+    tiles = find_tiles(tile_n, N, SWIGLU, BLOCK_N).to(tl.int64)
+    accumulator = multiply_tiles(x + token.to(tl.int64) * X_STRIDE, token < tokens, weight, scale, tiles, K, SWIGLU,
+                                 BLOCK_M, BLOCK_N, BITS, DECODE)
     row, valid = weight_rows(tile_n, N, SWIGLU, BLOCK_N)
     factor = tl.load(global_scale + row, mask=valid, other=0.0) * 256.0
     value = (accumulator * factor[None, :]).to(x.dtype.element_ty).to(tl.float32)
@@ -119,19 +140,24 @@ def tile_fragments_gemm(tile, x, weight, scale, global_scale, bias, residual, re
                  SWIGLU, BLOCK_M, BLOCK_N)
 
 
+def decode_constants(dtype: str, *, pairs: bool) -> dict[str, Any]:
+    """Constants of ``decode_fragment_words`` for activations of ``dtype`` and weights of its flavour or of pairs."""
+    flavour = "pairs" if pairs else dtype
+    bits = (*(bit for pair in FLAVOURS[flavour] for bit in pair), DISTANCES[flavour])
+    return {"BITS": bits, "DECODE": repr(decode_word(dtype, pairs=pairs))}
+
+
 def emit_fragments_gemm(
     call: OpCall, blocks: Blocks, ledger: dict[str, bool], *, pairs: bool = False
 ) -> tuple[KernelSource, ...]:
     """The GEMM of an NVFP4 weight in fragment order, with ``pairs`` of that flavour; ``blocks.k`` is 64."""
     x, dtype = need(call, "x"), need(call, "x").dtype
-    flavour = "pairs" if pairs else dtype
     constants: dict[str, Any] = linear_constants(call, 0, 0)
     del constants["WEIGHT_STRIDE"], constants["SCALE_STRIDE"]
     rows, k = int(need(call, "packed").shape[0]), int(constants["K"])
     tiles_n = ceil_div(rows, blocks.n)
     constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "TILES_N": tiles_n, "GROUP_M": 8}
-    constants["BITS"] = (*(bit for pair in FLAVOURS[flavour] for bit in pair), DISTANCES[flavour])
-    constants["DECODE"] = repr(decode_word(dtype, pairs=pairs))
+    constants |= decode_constants(dtype, pairs=pairs)
     label = epilogue_label(call)
     return (
         emit_kernel(

@@ -40,6 +40,17 @@ def test_more_tiles_than_are_taken_at_a_time():
     assert torch.equal(fragments.arrange(scale, "bfloat16")[-16:].view(torch.uint8), last.view(torch.uint8))
 
 
+def test_experts_are_arranged_one_by_one():
+    for tensor in make_weight(6, 2, 7):
+        experts = tensor.view(3, 32, -1)
+        moved = fragments.arrange(experts, "bfloat16")
+        each = torch.stack([fragments.arrange(e, "bfloat16") for e in experts])
+        assert torch.equal(moved.view(torch.uint8), each.view(torch.uint8))
+        assert torch.equal(fragments.restore(moved, "bfloat16").view(torch.uint8), experts.view(torch.uint8))
+    with pytest.raises(ValueError, match=r"\[8, 256\] is not made of tiles"):
+        fragments.arrange(torch.zeros(4, 8, 128, dtype=torch.uint8), "bfloat16")
+
+
 @settings(max_examples=15, deadline=None)
 @given(SHAPES, st.data())
 def test_every_element_is_where_the_layout_says(case, data):

@@ -1,6 +1,7 @@
 """NVFP4 weights in the order in which the lanes of a warp multiply them (mma.m16n8k16): a permutation of their bits.
 
-Both tensors keep shape and size. With row = 16 T + 8 h + g, k = 256 S + 64 u + 16 t + 4 j + 2 i + l and lane = 4 g + t:
+Both tensors keep shape and size; experts in front of the rows follow each other, each arranged by itself. With
+row = 16 T + 8 h + g, k = 256 S + 64 u + 16 t + 4 j + 2 i + l and lane = 4 g + t:
 
 * ``packed`` uint8 [n, k/2] holds 32-bit words in the order (T, S, u, lane, j), each with the 8 codes (h, i, l): the
   sign and magnitude of pair h + 2 i at the bits that FLAVOURS gives, with l = 1 DISTANCES bits above l = 0,
@@ -52,7 +53,7 @@ def refuse_shape(rows: int, k: int) -> str | None:
 
 
 def arrange(tensor: Tensor, flavour: str) -> Tensor:
-    """``packed`` or ``scale`` of a weight [n, k], row-major -> fragment order; raises ValueError for other shapes."""
+    """``packed`` or ``scale`` of [..., n, k], row-major -> fragment order; raises ValueError for other shapes."""
     result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     turn = _arrange_codes if tensor.dtype == torch.uint8 else _arrange_scales
     return _in_parts(tensor, result, flavour, turn)
@@ -66,14 +67,15 @@ def restore(tensor: Tensor, flavour: str) -> Tensor:
 
 
 def _in_parts(tensor: Tensor, result: Tensor, flavour: str, turn: Callable[[Tensor, str], Tensor]) -> Tensor:
-    k = tensor.shape[1] * (2 if tensor.dtype == torch.uint8 else nvfp4.BLOCK)
-    reason = refuse_shape(tensor.shape[0], k)
+    k = tensor.shape[-1] * (2 if tensor.dtype == torch.uint8 else nvfp4.BLOCK)
+    reason = refuse_shape(tensor.shape[-2], k)
     if reason is not None:
         raise ValueError(reason)
     step = ROWS * _TILES_AT_A_TIME
-    for start in range(0, tensor.shape[0], step):
-        part = tensor[start : start + step]
-        result[start : start + step] = turn(part.contiguous(), flavour).reshape(part.shape)
+    rows, moved = tensor.flatten(0, -2), result.flatten(0, -2)
+    for start in range(0, rows.shape[0], step):
+        part = rows[start : start + step]
+        moved[start : start + step] = turn(part.contiguous(), flavour).reshape(part.shape)
     return result
 
 
