@@ -18,9 +18,10 @@ def whole_graph(phase: str, folder: str, name: str) -> Pass:
 
 
 def rule_file(phase: str, folder: str, name: str) -> Pass:
-    """A pass written as a list of rewrite rules."""
+    """A pass written as a list of rewrite rules, described by the first line of its file: pattern, gap, purpose."""
     module = load_module(folder, name)
-    description = (module.__doc__ or name).splitlines()[0].strip()
+    parts = (module.__doc__ or name).splitlines()[0].rstrip(". ").split("     ")
+    description = "; ".join(" ".join(part.split()) for part in parts)
     return Pass(name, phase, _apply(module.RULES), description, getattr(module, "EFFECT", "bounded"))
 
 

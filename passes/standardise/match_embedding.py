@@ -1,4 +1,4 @@
-"""Embedding lookups become ``mm.embedding``."""
+"""lookups in an embedding table become mm.embedding."""
 
 from __future__ import annotations
 
