@@ -12,6 +12,7 @@ from mmcompile.core.formats.nvfp4 import unpack_codes
 
 FLAVOURS = list(fragments.FLAVOURS)
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.sampled_from(FLAVOURS), st.integers(0, 2**31))
+WAVES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.just(fragments.WAVE), st.integers(0, 2**31))
 
 
 def make_weight(tiles: int, steps: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +24,7 @@ def make_weight(tiles: int, steps: int, seed: int) -> tuple[torch.Tensor, torch.
 
 
 @settings(max_examples=15, deadline=None)
-@given(SHAPES)
+@given(st.one_of(SHAPES, WAVES))
 def test_restore_undoes_arrange(case):
     tiles, steps, flavour, seed = case
     for tensor in make_weight(tiles, steps, seed):
@@ -69,6 +70,22 @@ def test_every_element_is_where_the_layout_says(case, data):
     assert code == int(unpack_codes(packed)[row, k])
     place = (tile * steps + step) * 256 + lane * 8 + u * 2 + h
     assert int(scales[place]) == int(scale.view(torch.uint8)[row, k // 16])
+
+
+@settings(max_examples=15, deadline=None)
+@given(WAVES, st.data())
+def test_every_element_of_a_wave_is_where_the_layout_says(case, data):
+    tiles, steps, flavour, seed = case
+    packed, scale = make_weight(tiles, steps, seed)
+    words = fragments.arrange(packed, flavour).view(torch.int32).flatten()
+    scales = fragments.arrange(scale, flavour).view(torch.uint8).flatten()
+    row, k = data.draw(st.integers(0, 16 * tiles - 1)), data.draw(st.integers(0, 256 * steps - 1))
+    tile, r, step, u = row // 16, row % 16, k // 256, k % 256 // 128
+    q, j, c, lane = k % 128 // 32, k % 32 // 8, k % 8, 16 * (k % 128 // 32) + r
+    word = int(words[((tile * steps + step) * 2 + u) * 256 + lane * 4 + j])
+    assert (word >> (4 * c)) & 15 == int(unpack_codes(packed)[row, k])
+    place = (tile * steps + step) * 256 + lane * 4 + u * 2 + j // 2
+    assert int(scales[place]) == int(scale.view(torch.uint8)[row, 16 * step + 8 * u + 2 * q + j // 2])
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)

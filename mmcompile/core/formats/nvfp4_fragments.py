@@ -1,7 +1,7 @@
-"""NVFP4 weights in the order in which the lanes of a warp multiply them (mma.m16n8k16): a permutation of their bits.
+"""NVFP4 weights in the order in which the lanes of a warp or a wave multiply them: a permutation of their bits.
 
-Both tensors keep shape and size; experts in front of the rows follow each other, each arranged by itself. With
-row = 16 T + 8 h + g, k = 256 S + 64 u + 16 t + 4 j + 2 i + l and lane = 4 g + t:
+Both tensors keep shape and size; experts in front of the rows follow each other, each arranged by itself. For
+mma.m16n8k16, with row = 16 T + 8 h + g, k = 256 S + 64 u + 16 t + 4 j + 2 i + l and lane = 4 g + t:
 
 * ``packed`` uint8 [n, k/2] holds 32-bit words in the order (T, S, u, lane, j), each with the 8 codes (h, i, l): the
   sign and magnitude of pair h + 2 i at the bits that FLAVOURS gives, with l = 1 DISTANCES bits above l = 0,
@@ -11,6 +11,11 @@ So a lane's 16 k of a chunk u are one block in each of its two rows, and a load 
 of the flavours "bfloat16" and "float16" are where shifts, masks and multiplications by constants make a number of that
 format of them (a tiny power of two times the value). Those of "pairs" are bytes of two codes, for an instruction that
 converts a byte.
+
+For v_mfma 16x16x32 and waves of 64 there is one flavour, "wave64", with row = 16 T + r, k = 256 S + 128 u + 32 q + 8 j
++ c and lane = 16 q + r: words, of the 8 codes c with the first in the low nibble, in the order (T, S, u, lane, j);
+scales in the order (T, S, lane, u, b), block = 16 S + 8 u + 2 q + b. 16 bytes bring a lane two blocks of its row, and a
+word is its share of an MFMA. Which k a place of an MMA stands for is free as long as both operands agree.
 """
 
 from __future__ import annotations
@@ -32,7 +37,8 @@ FLAVOURS = {
 """The bit of the sign and the lowest bit of the magnitude of pairs 0 to 3."""
 DISTANCES = {"bfloat16": 16, "float16": 16, "pairs": 4}
 """By flavour: bits between the two codes of a pair."""
-LAYOUTS = {flavour: f"nvfp4_fragments_{flavour}" for flavour in FLAVOURS}
+WAVE = "wave64"
+LAYOUTS = {flavour: f"nvfp4_fragments_{flavour}" for flavour in (*FLAVOURS, WAVE)}
 """Tags of the layout in a plan (Buffer.layout), by flavour."""
 _TILES_AT_A_TIME = 64
 
@@ -56,6 +62,7 @@ def arrange(tensor: Tensor, flavour: str) -> Tensor:
     """``packed`` or ``scale`` of [..., n, k], row-major -> fragment order; raises ValueError for other shapes."""
     result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     turn = _arrange_codes if tensor.dtype == torch.uint8 else _arrange_scales
+    turn = _arrange_wave if flavour == WAVE else turn
     return _in_parts(tensor, result, flavour, turn)
 
 
@@ -63,6 +70,7 @@ def restore(tensor: Tensor, flavour: str) -> Tensor:
     """Inverse of :func:`arrange`."""
     result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     turn = _restore_codes if tensor.dtype == torch.uint8 else _restore_scales
+    turn = _restore_wave if flavour == WAVE else turn
     return _in_parts(tensor, result, flavour, turn)
 
 
@@ -125,3 +133,21 @@ def _arrange_scales(scale: Tensor, flavour: str) -> Tensor:
 def _restore_scales(scale: Tensor, flavour: str) -> Tensor:
     split = scale.view(torch.uint8).view(scale.shape[0] // ROWS, -1, 8, 4, 4, 2)  # T S g t u h
     return split.permute(0, 5, 2, 1, 4, 3).contiguous().view(scale.dtype)
+
+
+def _arrange_wave(tensor: Tensor, flavour: str) -> Tensor:
+    tiles = tensor.shape[0] // ROWS
+    if tensor.dtype == torch.uint8:
+        words = tensor.view(torch.int32).view(tiles, 16, -1, 2, 4, 4)  # T r S u q j
+        return words.permute(0, 2, 3, 4, 1, 5).contiguous().view(torch.uint8)
+    scales = tensor.view(torch.uint8).view(tiles, 16, -1, 2, 4, 2)  # T r S u q b
+    return scales.permute(0, 2, 4, 1, 3, 5).contiguous().view(tensor.dtype)
+
+
+def _restore_wave(tensor: Tensor, flavour: str) -> Tensor:
+    tiles = tensor.shape[0] // ROWS
+    if tensor.dtype == torch.uint8:
+        words = tensor.view(torch.int32).view(tiles, -1, 2, 4, 16, 4)  # T S u q r j
+        return words.permute(0, 4, 1, 2, 3, 5).contiguous().view(torch.uint8)
+    scales = tensor.view(torch.uint8).view(tiles, -1, 4, 16, 2, 2)  # T S q r u b
+    return scales.permute(0, 3, 1, 4, 2, 5).contiguous().view(tensor.dtype)
