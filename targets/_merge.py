@@ -49,24 +49,29 @@ class _Names:
 
     functions: dict[str, str] = field(default_factory=dict)
     constants: dict[str, str] = field(default_factory=dict)
+    finals: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def add(self, parts: KernelParts, number: int) -> tuple[str, dict[str, str]]:
+    def add(self, parts: KernelParts, number: int, num_stages: int) -> tuple[str, dict[str, str]]:
         """Take in the pieces of stage ``number``: its body with the names it must use, and its local constants."""
         renamed: dict[str, str] = {}
         local = dict(parts.constants)
         for name, text in parts.functions:
             if name == "enter_gate":  # the merged kernel has its own
                 continue
+            text = _keep_pipelines(text, num_stages)
             for constant in _free_names(text) & local.keys():
                 renamed[constant] = f"{constant}_{number}"
                 self.constants[renamed[constant]] = local[constant]
             text = _rename(text, {k: v for k, v in renamed.items() if k not in _bound_names(text)})
-            final, final_text = name, text
-            while self.functions.get(final, final_text) != final_text:
-                final = renamed[name] = f"{final}_{number}"
-                final_text = _rename(text, {name: final})
-            self.functions[final] = final_text
-        return _rename(parts.body, {k: v for k, v in renamed.items() if k not in local}), local
+            final = self.finals.get((name, text), name)
+            while final != self.finals.get((name, text)) and final in self.functions:
+                final = f"{final}_{number}"
+            if final != name:
+                renamed[name] = final
+            self.functions[final] = _rename(text, {name: final})
+            self.finals[name, text] = final
+        body = _keep_pipelines(parts.body, num_stages)
+        return _rename(body, {k: v for k, v in renamed.items() if k not in local}), local
 
 
 def _rename(text: str, names: dict[str, str]) -> str:
@@ -81,6 +86,30 @@ def _rename(text: str, names: dict[str, str]) -> str:
     for line, start, name in sorted(places, reverse=True):
         row = lines[line]
         lines[line] = row[:start] + names[name].encode() + row[start + len(name.encode()) :]
+    return b"\n".join(lines).decode()
+
+
+def _keep_pipelines(text: str, num_stages: int) -> str:
+    """Loops of a stage with the depth of pipeline that they have in a launch of their own, whatever others have.
+
+    Triton takes the kernel's ``num_stages`` for every loop that says nothing; in a merged kernel that is the largest
+    of all stages, and registers of the deepest pipeline would be asked for in every loop.
+    """
+    lines, places = text.encode().split(b"\n"), []
+    for node in ast.walk(ast.parse(text)):
+        call = node.iter if isinstance(node, ast.For) else None
+        if not isinstance(call, ast.Call) or ast.unparse(call.func) not in ("range", "tl.range"):
+            continue
+        if all(keyword.arg != "num_stages" for keyword in call.keywords):
+            places.append(call)
+    for call in sorted(places, key=lambda c: (c.lineno, c.col_offset), reverse=True):
+        assert call.end_lineno is not None and call.end_col_offset is not None
+        end = lines[call.end_lineno - 1]
+        closing = call.end_col_offset - 1
+        lines[call.end_lineno - 1] = end[:closing] + f", num_stages={num_stages}".encode() + end[closing:]
+        start, name = lines[call.lineno - 1], ast.unparse(call.func).encode()
+        after = call.col_offset + len(name)
+        lines[call.lineno - 1] = start[: call.col_offset] + b"tl.range" + start[after:]
     return b"\n".join(lines).decode()
 
 
@@ -104,7 +133,7 @@ def _write_stage(number: int, source: KernelSource, names: _Names) -> str:
     written = []
     for prefix, body in (("stage", source.parts.body), ("prefetch", source.parts.prefetch)):
         if body:
-            body, local = names.add(replace(source.parts, body=body), number)
+            body, local = names.add(replace(source.parts, body=body), number, source.num_stages)
             lines = [f"{name}: tl.constexpr = {value}" for name, value in local.items()]
             text = textwrap.indent("\n".join([*lines, _PROGRAM.sub(r"program_\1", body)]), "    ")
             written.append(f'@triton.jit\ndef {prefix}_{number}({signature}):\n    """{source.name}"""\n{text}')

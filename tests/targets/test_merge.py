@@ -94,6 +94,28 @@ def test_constants_that_functions_read_become_the_stage_s_own() -> None:
         assert f"WIDTH: tl.constexpr = {value}" in functions[f"stage_{stage}"]
 
 
+def test_loops_keep_the_pipeline_that_they_have_alone() -> None:
+    """A deep pipeline of one stage must not take registers in the loops of another; a depth that is said stays."""
+    loop = function("tile", "for i in range(0,\n            8):  # é\n        x += i\n    return x")
+    said = function("other", "for i in tl.range(8, num_stages=1):\n        x += i\n    return x")
+    fixed = function("third", "for i in tl.static_range(8):\n        x += i\n    return x")
+    sources = [source("a", loop, num_stages=1), source("b", loop, num_stages=4), source("c", loop, num_stages=4)]
+    sources += [source("d", said, body="other(x_pointer)", num_stages=3), source("e", fixed, body="third(x_pointer)")]
+    merged = merge_kernels("merged", sources, SPEC)
+    functions = find_functions(ast.parse(merged.text))
+    assert "tl.range(0, 8, num_stages=1)" in functions["tile"] and merged.num_stages == 4
+    assert "tl.range(0, 8, num_stages=4)" in functions["tile_1"] and "tile_2" not in functions
+    assert "tl.range(8, num_stages=1)" in functions["other"] and "tl.static_range(8)" in functions["third"]
+
+
+def test_an_operand_may_be_called_gate() -> None:
+    parts = KernelParts((function("tile", "return gate", "gate"),), (), "tile(gate)")
+    swiglu = KernelSource("a", "", (Parameter("gate", "*bf16", "gate"),), ("1", "1", "1"), parts=parts)
+    functions = find_functions(ast.parse(merge_kernels("merged", [swiglu], SPEC).text))
+    assert "def stage_0(program_0, program_1, program_2, gate)" in functions["stage_0"]
+    assert "stage_0(tile % x, tile // x % y, tile // (x * y), a0)" in functions["merged"]
+
+
 def test_nothing_in_a_merged_text_is_undefined() -> None:
     tile = function("tile", "return x + WIDTH")
     module = merge(
@@ -140,9 +162,9 @@ def test_what_cannot_become_a_stage_is_refused(changes: dict, reason: str | None
 def test_names_of_two_bodies_of_one_stage_agree() -> None:
     """A stage's body and its prefetch are taken in one after the other."""
     names = _Names()
-    names.add(KernelParts((function("tile", "return x"),), (), "tile(x)"), 0)
+    names.add(KernelParts((function("tile", "return x"),), (), "tile(x)"), 0, 2)
     parts = KernelParts((function("tile", "return x + N"),), (("N", "4"),), "tile(x)")
-    bodies = [names.add(replace(parts, body=body), 1)[0] for body in ("tile(x)", "tile(x + N)")]
+    bodies = [names.add(replace(parts, body=body), 1, 2)[0] for body in ("tile(x)", "tile(x + N)")]
     (called,) = find_called(bodies[0])
     assert find_called(bodies[1]) == {called} and "N" in bodies[1].split("+")[1]
     assert len(names.functions) == 2 and list(names.constants.values()) == ["4"]
