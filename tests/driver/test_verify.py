@@ -86,10 +86,14 @@ def test_every_kernel_of_a_sound_artifact_passes(tiny: Callable[..., Path], opti
 
     verdicts = verify_artifact(path, quick=True, progress=watch)
     assert [v for v in verdicts if v.verdict != "ok"] == []
-    assert all(v.proofs == PROOFS and v.relative_error <= v.bound and v.cases == 1 for v in verdicts)
+    assert all(v.relative_error <= v.bound and v.cases == 1 for v in verdicts)
     for target in ("sm90", "gfx950"):
+        kernels = open_artifact(path).plan(target).kernels
+        for verdict in (v for v in verdicts if v.target == target):
+            lanes = any(kernels[name].lanes for name in verdict.kernel.split(" + "))
+            assert verdict.proofs == tuple(p for p in PROOFS if not (lanes and p == "interpreter")), verdict.kernel
         proven = {k for v in verdicts if v.target == target for k in v.kernel.split(" + ")}
-        assert proven == open_artifact(path).plan(target).kernels.keys()
+        assert proven == kernels.keys()
     assert list(steps) == ["emulate", "verify"]
     for done in steps.values():
         assert done[-1][0] == done[-1][1] == len(done)
