@@ -180,6 +180,9 @@ def _emit(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[K
         "STORE_FEW": sparse_ptx.as_constant(sparse_ptx.store_largest(1)),
         "STORE_MANY": sparse_ptx.as_constant(sparse_ptx.store_largest(2)),
     }  # fmt: skip
+    # The second dimension of the grid, which a stage of a merged kernel cannot ask the hardware for.
+    per_turn = f"{WARPS} * max(cdiv({blocks} * batch, {WAVES * resident}), 1)"
+    programs = f"tl.cdiv({blocks}, {per_turn})".replace("max(cdiv", "tl.maximum(tl.cdiv")
     source = emit_kernel(
         name=kernel_name("index_score_lanes_nvfp4", f"{q.shape[1]}x{q.shape[2]}"),
         title="Index scores over NVFP4 pages in lane order: new tokens of one sequence.",
@@ -188,11 +191,12 @@ def _emit(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[K
                     pointer("seq_lens", need(call, "seq_lens")), pointer("query_start", need(call, "query_start")),
                     pointer("result", result), *symbol_parameters("batch", tokens, table.strides[0], blocks)],
         body=f"""
-            tile_score_lanes(tl.program_id(0), tl.program_id(1), tl.num_programs(1), index_q, index_cache, block_table,
+            programs = {programs}
+            tile_score_lanes(tl.program_id(0), tl.program_id(1), programs, index_q, index_cache, block_table,
                              {table.strides[0]}, seq_lens, query_start, batch, {tokens}, result, {blocks},
                              {", ".join(constants)})
         """,
-        grid=("batch + 1", f"cdiv({blocks}, {WARPS}*max(cdiv({blocks}*batch, {WAVES * resident}), 1))", "1"),
+        grid=("batch + 1", f"cdiv({blocks}, {per_turn})", "1"),
         num_warps=WARPS, num_stages=1, early=architecture, ledger={"HMMA.16816.F32": True},
     )  # fmt: skip
     return (replace(source, lanes=True),)
