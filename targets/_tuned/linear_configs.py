@@ -79,7 +79,8 @@ def choose_fragments(rows: int, k: int, groups: int, swiglu: bool, units: int, h
     else:
         config = _HELD if programs < (4 if groups == 1 else 2.5) else _WIDE
     warps = min(config.warps, 1 << (k // 256 - 1).bit_length())
-    return replace(config, warps=warps, paired=config.paired or swiglu, hold=config.hold or hold)
+    paired = swiglu or (config.paired and rows % 32 == 0)  # a last tile of 16 rows has no second one
+    return replace(config, warps=warps, paired=paired, hold=config.hold or hold)
 
 
 def choose_rows(rows: int, k: int, groups: int, swiglu: bool, units: int) -> Config | None:

@@ -83,7 +83,7 @@ def _emit(
     body = tile_call(f"{tile.__name__}(gate, ", call, "x", (*weights, "None", "None")[:3],
                      {n: constants[n] for n in names})  # fmt: skip
     if parts:
-        body, tiles = _take_part(body, x.shape[0], 8 * groups), f"{tiles} * cdiv({x.shape[0]}, {8 * groups})"
+        body, tiles = take_part(body, x.shape[0], 8 * groups), f"{tiles} * cdiv({x.shape[0]}, {8 * groups})"
     source = emit_kernel(
         name=kernel_name(f"{call.op}_lanes{8 * groups}{'_parts' * parts}", short_dtype(dtype), f"{rows}x{k}", label),
         title=f"{call.op}: [{x.shape[0]}, {k}] {dtype} by a weight [{rows}, {k}], epilogue: {label or 'none'}.",
@@ -101,7 +101,7 @@ def _emit(
     return (replace(source, lanes=True, max_registers=config.max_registers),)
 
 
-def _take_part(body: str, rows: int | str, tokens: int) -> str:
+def take_part(body: str, rows: int | str, tokens: int) -> str:
     """The call of a tile for one of the parts of ``tokens`` tokens, the parts of a tile next to each other."""
     for old, new in (
         ("tl.program_id(0), x,", "tl.program_id(0) // parts, x + first * X_STRIDE,"),

@@ -126,6 +126,7 @@ def test_parts_of_the_tokens():
         (32768, 4096, 1, False, Config(4)),
         (32768, 4096, 2, False, Config(4, paired=True)),
         (9856, 6144, 2, False, Config(8)),
+        (32784, 4096, 2, False, Config(4)),
     ],
 )
 def test_configurations_of_other_shapes_follow_a_rule(rows, k, groups, swiglu, expected):
