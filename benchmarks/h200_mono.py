@@ -253,7 +253,7 @@ def print_trace(step: Step, embedding: torch.Tensor, context: int) -> None:
           "whole", (trace[:, -1].max() - trace[:, 0].min()).item(), flush=True)  # fmt: skip
 
 
-def time_torch(shape: StepShape, context: int) -> dict[str, float]:
+def time_torch(shape: StepShape, context: int, batch: int = 1) -> dict[str, float]:
     """transformers' Llama with random weights: max-autotune, static cache, the step captured as a CUDA graph."""
     import torch._inductor.config as inductor
     import transformers
@@ -266,7 +266,7 @@ def time_torch(shape: StepShape, context: int) -> dict[str, float]:
     with torch.device("cuda"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
     cache = transformers.StaticCache(config=config, max_cache_len=context + 128)  # every step takes one more place
-    token = torch.randint(10, 1000, (1, 1), device="cuda")
+    token = torch.randint(10, 1000, (batch, 1), device="cuda")
     inductor.coordinate_descent_tuning = True
     times = {}
     with torch.inference_mode():

@@ -1,11 +1,14 @@
-"""Decode steps of artifacts on an NVIDIA GPU: standalone launches in a CUDA graph against mono-decode.
+"""Decode steps of artifacts on an NVIDIA GPU: every mode in a CUDA graph, the one that the build chose, torch.compile.
 
-The artifacts are built elsewhere without a GPU (`mmcompile build ... --weights none --mono step`); weights are random:
+The artifacts are built elsewhere without a GPU (plans_kit.py); weights are random:
 
-    python benchmarks/h200_plans.py ARTIFACT ... --batch 1 4 16 --context 1024
+    python benchmarks/h200_plans.py ARTIFACT ... --batch 1 4 16 --context 1024 --peers
 
 The limit is the time of the bytes of a step (weights read and cached keys and values) at the copy bandwidth of the run.
-Before the timing, logits of three steps are compared between the modes, and each mode with itself for equal bits.
+Before the timing, logits of three steps are compared between the modes, and each mode with itself for equal bits. Steps
+whose cache does not fit are left out. --peers: transformers under torch.compile max-autotune with a static cache, the
+step in a CUDA graph, for every batch and context that is asked for by --peer-batch and --peer-context (by default the
+first of each), as it compiles for a minute or more.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ from _common import print_table
 from _gpu import measure_copy
 
 import mmcompile
+from mmcompile.core.plan import MODES, Plan, Schedule
 from mmcompile.driver.mono import reschedule
 from mmcompile.driver.targets import load_target
-from mmcompile.driver.tune import make_step, time_mode
+from mmcompile.driver.tune import list_modes, make_step, time_mode
+from mmcompile.runtime.artifact import open_artifact
 from mmcompile.runtime.device_gpu import GpuExecutor
 from mmcompile.runtime.engine import Engine
-
-MODES = ("off", "layer", "step")
+from mmcompile.runtime.memory import bytes_per_page, gpu_budget
+from mmcompile.targets._tuned.stream_recognise import DecoderStep, recognise_step
 
 
 def executor_of(engine: Engine) -> GpuExecutor:
@@ -46,16 +51,42 @@ def run_steps(engine: Engine, mode: str, batch: int) -> list[torch.Tensor]:
     return found
 
 
+def find_schedule(engine: Engine, batch: int) -> Schedule:
+    """The schedule of a batch."""
+    schedules = executor_of(engine).plan.phases["decode"].schedules
+    return next(schedule for schedule in schedules if schedule.low <= batch <= schedule.high)
+
+
 def check_modes(engine: Engine, batch: int) -> dict[str, str]:
     """Largest difference of each mode's logits from standalone ones over their RMS, and whether it repeats its bits."""
-    want = run_steps(engine, "off", batch)
+    want = run_steps(engine, "standalone", batch)
     answers = {}
-    for mode in MODES:
+    for mode in list_modes(find_schedule(engine, batch)):
         first, second = run_steps(engine, mode, batch), run_steps(engine, mode, batch)
         same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         worst = max(float((a - b).abs().max() / b.square().mean().sqrt()) for a, b in zip(first, want, strict=True))
         answers[mode] = f"{worst:.1e}{'' if same else ' NOT REPEATED'}"
     return answers
+
+
+def choose_pages(plan: Plan, cases: list[tuple[int, int]], page_size: int, free: int) -> int:
+    """Pages of the cache: what the largest of the steps that fit ``free`` bytes needs."""
+    most = gpu_budget(plan, free) // bytes_per_page(plan)
+    needed = [batch * -(-context // page_size) for batch, context in cases]
+    return max([n for n in needed if n <= most], default=1)
+
+
+def time_peer(plan: Plan, batch: int, context: int) -> float | None:
+    """Seconds of torch.compile's step of a model of the same dimensions; None if it is no dense decoder."""
+    from h200_mono import time_torch
+
+    step = recognise_step(plan, plan.phases["decode"])
+    if not isinstance(step, DecoderStep):
+        print(f"no peer: {step}", flush=True)
+        return None
+    seconds = next(iter(time_torch(step.shape, context, batch).values()))
+    torch.cuda.empty_cache()
+    return seconds
 
 
 def count_bytes(engine: Engine, batch: int, context: int) -> int:
@@ -109,39 +140,79 @@ def print_stages(engine: Engine, batch: int, context: int) -> None:
     print_table(f"Stages at batch {batch}, context {context}", header, rows)
 
 
-def main() -> None:
-    """Measure and print."""
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifacts", type=Path, nargs="+")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
+    parser.add_argument("--peers", action="store_true", help="also torch.compile; needs transformers")
+    parser.add_argument("--peer-batch", type=int, nargs="+")
+    parser.add_argument("--peer-context", type=int, nargs="+")
     parser.add_argument("--stages", action="store_true", help="print where the time of a merged step goes")
     parser.add_argument("--programs", type=int, help="place the schedules anew for so many programs")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
+    arguments.peer_batch = arguments.peer_batch or arguments.batch[:1]
+    arguments.peer_context = arguments.peer_context or arguments.context[:1]
+    return arguments
+
+
+def measure_artifact(path: Path, arguments: argparse.Namespace, copy: float) -> list[list[str]]:
+    """Rows of the table, without the peers'."""
+    start = time.perf_counter()
+    artifact = open_artifact(path)
+    page_size, plan = artifact.manifest.cache.page_size, artifact.plan("sm90")
+    cases = [(b, c) for b in arguments.batch for c in arguments.context]
+    pages = choose_pages(plan, cases, page_size, torch.cuda.mem_get_info()[0])
+    engine = mmcompile.load(
+        path, device="cuda", max_batch=max(arguments.batch), pages=pages, random_weights=0, mono="stream"
+    )
+    if arguments.programs:
+        replace_programs(engine, arguments.programs)
+    print(f"{path.name}: loaded in {time.perf_counter() - start:.0f} s, {pages} pages", flush=True)
+    rows = []
+    for batch in arguments.batch:
+        schedule, checked = find_schedule(engine, batch), check_modes(engine, batch)
+        for context in arguments.context:
+            if batch * -(-context // page_size) > pages:
+                print(f"{path.name}, batch {batch}, context {context}: the cache does not fit", flush=True)
+                continue
+            seconds = {mode: time_mode(engine, mode, batch, context) for mode in list_modes(schedule)}
+            limit, chosen = count_bytes(engine, batch, context) / copy, seconds[schedule.mode]
+            times = [f"{seconds[m] * 1e6:.0f}" if m in seconds else "-" for m in MODES]
+            row = [path.name, str(batch), str(context), *times, schedule.mode, f"{chosen * 1e6:.0f}"]
+            row += [f"{seconds['standalone'] / chosen:.2f}", f"{limit * 1e6:.0f}", f"{limit / chosen:.3f}"]
+            rows.append([*row, min(seconds, key=lambda m: seconds[m]), checked[schedule.mode]])
+            print(" | ".join(rows[-1]), flush=True)
+        if arguments.stages:
+            print_stages(engine, batch, arguments.context[0])
+    engine.close()
+    torch.cuda.empty_cache()
+    return rows
+
+
+def add_peers(path: Path, arguments: argparse.Namespace, rows: list[list[str]]) -> None:
+    """Two more columns: torch.compile's microseconds and how many times as fast the chosen mode is."""
+    plan = open_artifact(path).plan("sm90")
+    for row in rows:
+        batch, context, chosen = int(row[1]), int(row[2]), float(row[3 + len(MODES) + 1])
+        wanted = arguments.peers and batch in arguments.peer_batch and context in arguments.peer_context
+        seconds = time_peer(plan, batch, context) if wanted else None
+        row += ["-", "-"] if seconds is None else [f"{seconds * 1e6:.0f}", f"{seconds * 1e6 / chosen:.2f}"]
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parse_arguments()
     copy = measure_copy()
     print(torch.cuda.get_device_name(), f"copy {copy / 1e12:.2f} TB/s")
     rows = []
     for path in arguments.artifacts:
-        start = time.perf_counter()
-        engine = mmcompile.load(path, device="cuda", max_batch=max(arguments.batch), random_weights=0)
-        if arguments.programs:
-            replace_programs(engine, arguments.programs)
-        print(f"{path.name}: loaded in {time.perf_counter() - start:.0f} s", flush=True)
-        for batch in arguments.batch:
-            checked = check_modes(engine, batch)
-            for context in arguments.context:
-                seconds = {mode: time_mode(engine, mode, batch, context) for mode in MODES}
-                limit = count_bytes(engine, batch, context) / copy
-                best = min(seconds.values())
-                row = [path.name, str(batch), str(context), *(f"{seconds[m] * 1e6:.0f}" for m in MODES)]
-                row += [f"{seconds['off'] / best:.2f}", f"{limit * 1e6:.0f}", f"{limit / best:.2f}"]
-                rows.append([*row, checked["step"], checked["layer"]])
-                print(" | ".join(rows[-1]), flush=True)
-            if arguments.stages:
-                print_stages(engine, batch, arguments.context[0])
-        engine.close()
-    header = ["artifact", "batch", "context", "standalone us", "layer us", "step us", "standalone / best", "limit us",
-              "limit / best", "step differs", "layer differs"]  # fmt: skip
+        own = measure_artifact(path, arguments, copy)
+        add_peers(path, arguments, own)
+        rows += own
+    header = ["artifact", "batch", "context", *(f"{m} us" for m in MODES), "chosen", "chosen us", "standalone / chosen",
+              "limit us", "limit / chosen", "fastest", "differs", "torch.compile us", "torch / chosen"]  # fmt: skip
     print_table("Decode step, CUDA graph", header, rows)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from mmcompile.cli import views
 from mmcompile.cli.console import make_table, print_tables
 from mmcompile.core.errors import UsageError
-from mmcompile.core.plan import Launch, Phase, Plan, View
+from mmcompile.core.plan import MODES, Launch, Phase, Plan, View
 from mmcompile.core.quantities import format_bytes
 
 
@@ -199,6 +199,8 @@ def list_merged(plans: Mapping[str, Plan]) -> dict[str, Any]:
 
 
 def _print_mono(console: Console, opened: Opened) -> None:
+    from mmcompile.driver.mono_summary import list_unstreamed
+
     for target, record in list_merged(opened.plans).items():
         if not record["schedules"]:
             console.print(f"{target}: no merged decode launches. {record['unmerged']}", markup=False)
@@ -206,6 +208,8 @@ def _print_mono(console: Console, opened: Opened) -> None:
         print_tables(console, *_mono_tables(target, record["schedules"]))
         if record["unmerged"]:
             console.print(f"not merged: {record['unmerged']}", markup=False)
+        for line in list_unstreamed({target: opened.plans[target]}):
+            console.print(line, markup=False)
 
 
 def _mono_tables(target: str, schedules: list[dict[str, Any]]) -> list[Any]:
@@ -213,7 +217,9 @@ def _mono_tables(target: str, schedules: list[dict[str, Any]]) -> list[Any]:
     made, costs = [], []
     for r in schedules:
         tokens = f"{r['low']} to {r['high']}"
-        step, layer = ([r["launches"][mode][what] for mode in _MODES] for what in ("step", "layer"))
+        step, layer = (
+            [r["launches"][mode][what] for mode in MODES if mode in r["launches"]] for what in ("step", "layer")
+        )
         waits, size = r["waits"], r["weight_bytes"]
         made.append(
             (tokens, r["kernel"], r["programs"], r["stages"], r["replicated"], waits["none"], waits["counter"],
@@ -221,19 +227,25 @@ def _mono_tables(target: str, schedules: list[dict[str, Any]]) -> list[Any]:
         )  # fmt: skip
         costs.append(
             (tokens, " > ".join(map(str, step)), " > ".join(map(str, layer)), r["mode"],
-             *(f"{r['seconds'][mode] * 1e6:.1f}" for mode in _MODES), r["basis"],
+             *(f"{r['seconds'][mode] * 1e6:.1f}" if mode in r["seconds"] else "-" for mode in MODES), r["basis"],
              ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in r["time"].items()))
         )  # fmt: skip
     columns = ("tokens", "kernel", "programs", "stages", "replicated", "without wait", "counters waited for",
                "weights of a program")  # fmt: skip
     first = make_table(f"Merged decode launches on {target}", columns, made, numbers=(2, 3, 4, 5, 6))
-    columns = ("tokens", "launches a step", "a layer", "mode", *(f"{mode} us" for mode in _MODES), "basis",
+    columns = ("tokens", "launches a step", "a layer", "mode", *(f"{mode} us" for mode in MODES), "basis",
                "us of an average program")  # fmt: skip
-    title = "Launches standalone > a layer at once > a step at once, and seconds of what is merged"
-    return [first, make_table(title, columns, costs, numbers=(4, 5, 6))]
+    title = "Launches standalone > a layer at once > a step at once > streamed, and seconds of what is merged"
+    tables = [first, make_table(title, columns, costs, numbers=(4, 5, 6, 7))]
+    streamed = [
+        (f"{r['low']} to {r['high']}", s["kernel"], s["programs"], s["tokens"], format_bytes(s["bytes"]),
+         format_bytes(s["workspace_bytes"]))
+        for r in schedules if (s := r["stream"])
+    ]  # fmt: skip
+    columns = ("tokens", "kernel", "programs", "rows", "second copy of the weights", "workspace")
+    title = f"Streamed decode steps on {target}: the tuned kernel of a whole step"
+    return [*tables, make_table(title, columns, streamed, numbers=(2, 3))] if streamed else tables
 
-
-_MODES = ("standalone", "layer", "step")
 
 SECTIONS: dict[str, Callable[[Console, Opened], None]] = {
     "kernels": _print_kernels,

@@ -35,16 +35,18 @@ def tune(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Time decode steps on this machine's GPU: standalone launches, one launch a layer, one launch a step.
+    """Time decode steps on this machine's GPU: standalone launches, one a layer, one a step, the tuned kernel.
 
     What is fastest for each range of token counts is written into the artifact, and the runtime goes by it. Without
     this the cost model decides, as `mmcompile inspect --mono` says.
     """
-    from mmcompile.driver.tune import MODES, tune_artifact
+    from mmcompile.core.plan import MODES
+    from mmcompile.driver.tune import tune_artifact
 
     with show_progress(silent=as_json) as watch:
         tuned = tune_artifact(artifact, context=context, random_weights=random_weights, progress=watch)
-    rows = [[str(t.tokens), *(f"{t.seconds[m] * 1e6:.0f}" for m in MODES), t.mode] for t in tuned]
+    times = [[f"{t.seconds[m] * 1e6:.0f}" if m in t.seconds else "-" for m in MODES] for t in tuned]
+    rows = [[str(t.tokens), *own, t.mode] for t, own in zip(tuned, times, strict=True)]
     columns = ("tokens", *(f"{m} us" for m in MODES), "fastest")
-    table = make_table(f"Decode steps on {tuned[0].basis}", columns, rows, numbers=(0, 1, 2, 3))
+    table = make_table(f"Decode steps on {tuned[0].basis}", columns, rows, numbers=(0, 1, 2, 3, 4))
     emit([asdict(t) for t in tuned], as_json, lambda console: console.print(table))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -30,8 +30,10 @@ SAMPLER_INPUTS: dict[str, tuple[tuple[Expression, ...], str]] = {
     "sample_positions": (("batch",), "int32"),
 }
 
-Mode = Literal["standalone", "layer", "step"]
-"""How a decode step is launched: kernel by kernel, or merged into one launch for each layer or for the whole step."""
+Mode = Literal["standalone", "layer", "step", "stream"]
+"""How a decode step is launched: kernel by kernel, or merged into one launch for each layer or for the whole step; as
+one launch of a kernel tuned for it, with one stream of weights."""
+MODES: tuple[Mode, ...] = get_args(Mode)
 Role = Literal["input", "output", "weight", "derived", "state", "temporary"]
 
 
@@ -41,13 +43,22 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Part(Record):
+    """Where a weight lies in a derived buffer: from byte ``offset`` on, in a ``layout`` (core/stream.py)."""
+
+    weight: str
+    offset: int
+    layout: str
+
+
 class Buffer(Record):
     """A piece of memory.
 
     ``shape`` over the plan's symbols; contiguous. ``offset``: byte offset in the arena for role "temporary" and
     "output", else None. ``layout``: tag of the arrangement of a packed weight or cache ("linear" = row-major).
-    "weight" buffers come from the weight files under the same name, "derived" ones are filled by the phase "load",
-    "state" lives from step to step (the KV cache; its symbol "pages" is fixed when the artifact is loaded).
+    "weight" buffers come from the weight files under the same name, "derived" ones are filled by the phase "load" or
+    made of ``parts`` while the weights are loaded, "state" lives from step to step (the KV cache; its symbol "pages" is
+    fixed when the artifact is loaded).
     """
 
     name: str
@@ -56,6 +67,7 @@ class Buffer(Record):
     role: Role
     offset: int | None = None
     layout: str = "linear"
+    parts: tuple[Part, ...] = ()
 
 
 class View(Record):
@@ -127,13 +139,33 @@ class Stage(Record):
     gated: bool = False
 
 
+class Stream(Record):
+    """A decode step as one launch of a tuned kernel (targets/_tuned/stream_*.py), in place of those up to ``last``.
+
+    ``record``: the kernel and its arguments, "workspace" among them: ``workspace_bytes`` that are zero before the first
+    launch and the kernel's own from then on. ``programs``: all resident. ``tokens``: rows that it computes, asked for
+    or not. ``bytes``: of its weights. ``latency``: seconds of a step beside those, measured on an H200. ``shape``: what
+    the kernel was written for.
+    """
+
+    record: KernelLaunch
+    last: int
+    programs: int
+    tokens: int
+    bytes: int
+    latency: float
+    workspace_bytes: int
+    shape: dict[str, Any]
+
+
 class Schedule(Record):
     """A phase as one persistent launch (mono-decode) for token counts from ``low`` to ``high``; see core/schedule.py.
 
     ``kernel``: the merged kernel. ``programs``: co-resident programs of the launch. ``layers``: ranges of stages, from
     one to before another, that make one launch for each layer. ``private``: byte offset of the buffers of which every
-    program has a copy, in its part of ``private_bytes``. ``seconds``: what a step takes by each mode ("standalone",
-    "layer", "step") by ``basis`` ("cost model", or the GPU that it was measured on); ``mode`` is the one to run.
+    program has a copy, in its part of ``private_bytes``. ``seconds``: what a step takes by each mode that there is by
+    ``basis`` ("cost model", or the GPU that it was measured on); ``mode`` is the one to run. ``stream``: the same step
+    by the tuned kernel; ``unstreamed``: why there is none.
     """
 
     low: int
@@ -147,6 +179,8 @@ class Schedule(Record):
     mode: Mode
     seconds: dict[str, float]
     basis: str
+    stream: Stream | None = None
+    unstreamed: str = ""
 
 
 class Phase(Record):
@@ -260,11 +294,15 @@ class QuantizationSpec(Record):
 
 
 class TargetEntry(Record):
-    """One target of an artifact."""
+    """One target of an artifact.
+
+    ``copied_bytes``: of weights that the device holds a second time, in the order of a streamed decode step.
+    """
 
     plan: str
     architectures: tuple[str, ...]
     toolchain: dict[str, str]
+    copied_bytes: int = 0
 
 
 class Manifest(Record):

@@ -13,6 +13,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from mmcompile.core.plan import Plan
+from mmcompile.core.schedule import MERGED_PHASE
+
 WARPS = 8
 TILE_ROWS = 8
 """Rows of weights (or tokens of the cache) that one MMA multiplies: its N."""
@@ -150,3 +153,28 @@ def arrange_part(weight: Tensor, layout: str) -> Tensor:
     if arrangement is None:
         raise ValueError(f"no weight has the layout {layout!r}")
     return arrangement.arrange(weight)
+
+
+def count_copied(plan: Plan) -> int:
+    """Bytes of weights that a device holds a second time to run the plan as its schedules say."""
+    phase = plan.phases.get(MERGED_PHASE)
+    streams = [s.stream for s in phase.schedules if s.mode == "stream" and s.stream is not None] if phase else []
+    return max((stream.bytes for stream in streams), default=0)
+
+
+def drop_streams(plan: Plan) -> Plan:
+    """The plan without streamed steps and their buffers, for where none runs; the general merged launches stay."""
+    phase = plan.phases.get(MERGED_PHASE)
+    streams = [s.stream for s in phase.schedules if s.stream is not None] if phase else []
+    if phase is None or not streams:
+        return plan
+    schedules = tuple(s.model_copy(update={"stream": None}) for s in phase.schedules)
+    phases = plan.phases | {MERGED_PHASE: phase.model_copy(update={"schedules": schedules})}
+    kernels = {stream.record.kernel for stream in streams}
+    return plan.model_copy(
+        update={
+            "phases": phases,
+            "buffers": {name: buffer for name, buffer in plan.buffers.items() if not buffer.parts},
+            "kernels": {name: kernel for name, kernel in plan.kernels.items() if name not in kernels},
+        }
+    )

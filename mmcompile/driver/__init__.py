@@ -43,7 +43,7 @@ def build(
                 rewritten.graphs, target.spec, target.kernels, rewritten.symbols, rewritten.outputs,
                 strict=options.strict, portable=options.portable, refuse_stage=find_stage_rule(target, options.mono),
             )  # fmt: skip
-            merges[name] = propose_decode_merges(lowered[name], target)
+            merges[name] = propose_decode_merges(lowered[name], target, options.mono, options.portable)
         sources = {name: low.sources for name, low in lowered.items()}
         for name, compiled in compile_sources(sources, targets, options.workers, progress).items():
             progress("compiled", f"{name}: {compiled.describe()}", 1, 1)

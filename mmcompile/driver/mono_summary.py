@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmcompile.core.plan import Buffer, Launch, Phase, Plan, Schedule, View
+from mmcompile.core.plan import Buffer, Launch, Phase, Plan, Schedule, Stream, View
 from mmcompile.core.schedule import MERGED_PHASE as PHASE
 from mmcompile.core.schedule import Placed, place_stages
 from mmcompile.core.spec import TargetSpec
@@ -18,7 +19,7 @@ from mmcompile.lower.memory import size_of
 from mmcompile.lower.merge import BANDWIDTH_SHARE, LAUNCH_SECONDS, WAIT_SECONDS, estimate_latency
 
 _ROWS, _ROW_HEIGHT, _WIDTH, _LEFT = 16, 16, 800, 90
-_KINDS = ("weights", "other", "wait")
+_KINDS = ("weights", "other", "compute", "wait")
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class Timeline:
     """Seconds by the cost model, from the start of the launch: float64 [stages, programs].
 
     A program that has tiles of a stage waits from ``arrived`` to ``started`` and works to ``ended``; all are NaN where
-    it has none. ``weights``: share of its bytes that are weights, by stage. Reads of the caches, which grow with the
-    context, and arithmetic are left out.
+    it has none. Of its work it reads ``weights``, reads and writes ``other`` tensors, and needs ``compute`` beside its
+    bytes: arithmetic, reductions and the latency of loads that need one another, as they were measured on an H200 for
+    each kind of stage (see lower/merge.py). Reads of the caches, which grow with the context, are left out.
     """
 
     placed: tuple[Placed, ...]
@@ -35,14 +37,15 @@ class Timeline:
     started: npt.NDArray[np.float64]
     ended: npt.NDArray[np.float64]
     weights: npt.NDArray[np.float64]
+    other: npt.NDArray[np.float64]
+    compute: npt.NDArray[np.float64]
 
     def split(self) -> dict[str, float]:
-        """Seconds of an average program: reading weights, reading and writing other tensors, waiting, and idle."""
+        """Seconds of an average program: weights, other tensors, compute, waiting, and idle."""
         programs, total = self.ended.shape[1], float(np.nanmax(self.ended))
-        work = np.nansum(self.ended - self.started, axis=1)
-        weights, waits = float((work * self.weights).sum()), float(np.nansum(self.started - self.arrived))
-        other = float(work.sum()) - weights
-        parts = {"weights": weights / programs, "other": other / programs, "waits": waits / programs}
+        sides = {"weights": self.weights, "other": self.other, "compute": self.compute}
+        parts = {name: float(side.sum()) / programs for name, side in sides.items()}
+        parts["waits"] = float(np.nansum(self.started - self.arrived)) / programs
         return parts | {"idle": total - sum(parts.values())}
 
 
@@ -50,6 +53,16 @@ def list_schedules(plan: Plan, spec: TargetSpec) -> list[dict[str, Any]]:
     """One record for every schedule of a plan's decode phase."""
     phase = plan.phases.get(PHASE)
     return [_describe(plan, phase, spec, schedule) for schedule in phase.schedules] if phase else []
+
+
+def list_unstreamed(plans: Mapping[str, Plan]) -> list[str]:
+    """Sentences on why a target's decode steps are not streamed, with the ranges of token counts."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for target, plan in sorted(plans.items()):
+        for schedule in plan.phases[PHASE].schedules if PHASE in plan.phases else ():
+            if schedule.unstreamed:
+                found.setdefault((target, schedule.unstreamed), []).append(f"{schedule.low} to {schedule.high}")
+    return [f"{t}: not streamed ({', '.join(ranges)} tokens): {reason}" for (t, reason), ranges in found.items()]
 
 
 def _describe(plan: Plan, phase: Phase, spec: TargetSpec, schedule: Schedule) -> dict[str, Any]:
@@ -63,6 +76,8 @@ def _describe(plan: Plan, phase: Phase, spec: TargetSpec, schedule: Schedule) ->
         "mode": schedule.mode,
         "basis": schedule.basis,
         "seconds": schedule.seconds,
+        "stream": _describe_stream(schedule.stream) if schedule.stream else None,
+        "unstreamed": schedule.unstreamed,
         "programs": schedule.programs,
         "launches": _count_launches(plan, phase, schedule),
         "stages": len(stages),
@@ -74,22 +89,29 @@ def _describe(plan: Plan, phase: Phase, spec: TargetSpec, schedule: Schedule) ->
     }
 
 
+def _describe_stream(stream: Stream) -> dict[str, Any]:
+    kept = stream.model_dump(include={"programs", "tokens", "bytes", "workspace_bytes", "shape"})
+    return kept | {"kernel": stream.record.kernel}
+
+
 def _count_launches(plan: Plan, phase: Phase, schedule: Schedule) -> dict[str, dict[str, int]]:
     """Launches of a step, and of a usual layer, by mode; 0 where a layer has no launch of its own."""
     layers = assign_layers(plan, phase)
     merged = {stage.launch for stage in schedule.stages}
-    alone, outside = [], 0
+    alone, outside, rest = [], 0, 0
     for index, launch in enumerate(phase.launches):
         choice = launch.choose(schedule.high)
         count = len(choice.kernels) if choice else 1
         alone += [layers[index]] * count
         outside += 0 if index in merged else count
+        rest += count if schedule.stream and index > schedule.stream.last else 0
     usual = Counter(Counter(layer for layer in alone if layer is not None).values()).most_common(1)
-    return {
+    launches = {
         "standalone": {"step": len(alone), "layer": usual[0][0] if usual else 0},
         "layer": {"step": outside + len(schedule.layers), "layer": 1},
         "step": {"step": outside + 1, "layer": 0},
     }
+    return launches | ({"stream": {"step": rest + 1, "layer": 0}} if schedule.stream else {})
 
 
 def _count_tile_bytes(plan: Plan, schedule: Schedule, placed: tuple[Placed, ...]) -> list[tuple[float, float]]:
@@ -109,10 +131,12 @@ def _count_tile_bytes(plan: Plan, schedule: Schedule, placed: tuple[Placed, ...]
 
 
 def _count_read(launch: Launch, buffer: Buffer, tokens: int) -> float:
-    """Bytes of a weight that a launch reads: of a table one row for each token."""
+    """Bytes of a weight that a launch reads: of a table one row for each token, of experts those that tokens choose."""
     size = float(size_of(buffer, {}))
     tables = [v.buffer for n, v in launch.inputs.items() if v and (n == "cos_sin" or launch.op == "mm.embedding")]
-    return size * min(tokens / int(buffer.shape[0]), 1.0) if buffer.name in tables else size
+    chosen = launch.inputs.get("experts")
+    rows = tokens if buffer.name in tables else tokens * int(chosen.shape[1]) if chosen else int(buffer.shape[0])
+    return size * min(rows / int(buffer.shape[0]), 1.0)
 
 
 def _share_tiles(place: Placed) -> npt.NDArray[np.float64]:
@@ -134,17 +158,28 @@ def estimate_timeline(plan: Plan, spec: TargetSpec, schedule: Schedule, tokens: 
     sizes = _count_tile_bytes(plan, schedule, placed)
     shape = (len(placed), schedule.programs)
     arrived, started, ended = (np.full(shape, np.nan) for _ in range(3))
+    weights, other, compute = (np.zeros(shape) for _ in range(3))
     clock = np.full(schedule.programs, LAUNCH_SECONDS)
     for index, (stage, place) in enumerate(zip(schedule.stages, placed, strict=True)):
         done = [np.nanmax(ended[w]) + WAIT_SECONDS for w in stage.waits if placed[w].programs.any()]
         mine = place.programs
         arrived[index, mine] = clock[mine]
         started[index, mine] = np.maximum(clock[mine], max(done, default=0.0))
-        seconds = _share_tiles(place) * sum(sizes[index]) / rate + estimate_latency(stage)
-        ended[index, mine] = started[index, mine] + seconds[mine]
+        weights[index], other[index] = (_share_tiles(place) * size / rate for size in sizes[index])
+        compute[index, mine] = estimate_latency(stage)
+        work = weights[index] + other[index] + compute[index]
+        ended[index, mine] = started[index, mine] + work[mine]
         clock[mine] = ended[index, mine]
-    weights = np.array([w / (w + o) if w + o else 0.0 for w, o in sizes])
-    return Timeline(placed, arrived, started, ended, weights)
+    return Timeline(placed, arrived, started, ended, weights, other, compute)
+
+
+def _list_parts(timeline: Timeline, stage: int, program: int) -> list[tuple[str, float, float]]:
+    """(kind, begin, end) of what a program does for a stage; its work is drawn part by part."""
+    parts, end = [], float(timeline.started[stage, program])
+    for kind, side in zip(_KINDS, (timeline.weights, timeline.other, timeline.compute), strict=False):
+        begin, end = end, end + float(side[stage, program])
+        parts.append((kind, begin, end))
+    return [(_KINDS[-1], float(timeline.arrived[stage, program]), float(timeline.started[stage, program])), *parts]
 
 
 def draw_timeline(plan: Plan, spec: TargetSpec) -> dict[str, Any] | None:
@@ -161,12 +196,9 @@ def draw_timeline(plan: Plan, spec: TargetSpec) -> dict[str, Any] | None:
     bars = []
     for line, program in enumerate(rows.tolist()):
         for stage in shown:
-            sides = (timeline.arrived, timeline.started, timeline.ended)
-            arrived, started, ended = (float(side[stage, program]) for side in sides)
-            if np.isnan(ended):
+            if np.isnan(timeline.ended[stage, program]):
                 continue
-            kind = _KINDS[0] if timeline.weights[stage] >= 0.5 else _KINDS[1]
-            for name, begin, end in ((_KINDS[2], arrived, started), (kind, started, ended)):
+            for name, begin, end in _list_parts(timeline, stage, program):
                 width = round((end - begin) * scale, 1)
                 if width > 0:
                     bars.append({"kind": name, "x": round(_LEFT + begin * scale, 1), "y": line * _ROW_HEIGHT + 2,

@@ -29,6 +29,7 @@ from mmcompile.core.plan import (
     seal,
 )
 from mmcompile.core.spec import TargetSpec
+from mmcompile.core.stream import count_copied
 from mmcompile.driver.caches import describe_cache
 from mmcompile.driver.compile import Compiled
 from mmcompile.driver.counts import write_counts
@@ -126,7 +127,10 @@ class Packer:
             for binary in kernel.values():
                 toolchain = {k: str(binary.metadata[k]) for k in ("triton", "ptxas", "fp_fusion")}
         self.targets[spec.name] = TargetEntry(
-            plan=file, architectures=tuple(a.name for a in spec.architectures), toolchain=toolchain
+            plan=file,
+            architectures=tuple(a.name for a in spec.architectures),
+            toolchain=toolchain,
+            copied_bytes=count_copied(plan),
         )
         self.warnings[spec.name] = compiled.warnings
         self.plans[spec.name] = plan

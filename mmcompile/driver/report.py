@@ -12,7 +12,7 @@ from mmcompile.core.formats import WEIGHT_FORMATS
 from mmcompile.core.plan import Launch, Manifest, Phase, Plan
 from mmcompile.core.quantities import format_bytes, format_count
 from mmcompile.driver.counts import read_counts
-from mmcompile.driver.mono_summary import draw_timeline
+from mmcompile.driver.mono_summary import draw_timeline, list_unstreamed
 from mmcompile.driver.summary import (
     assign_layers,
     count_by_operation,
@@ -48,6 +48,7 @@ def write_report(folder: Path, manifest: Manifest, plans: Mapping[str, Plan]) ->
         buffers={name: _largest_buffers(plan) for name, plan in sorted(plans.items())},
         memory=[draw_memory(target) for target in summary["targets"]],
         timelines=_draw_timelines(plans),
+        unstreamed=list_unstreamed(plans),
     )
     (folder / "report.html").write_text(page, encoding="utf-8")
 
@@ -179,4 +180,4 @@ def draw_memory(target: Mapping[str, Any]) -> dict[str, Any]:
         width = _BAR_WIDTH * target["memory"][key] / total
         parts.append({"label": label, "bytes": target["memory"][key], "x": round(x, 1), "width": round(width, 1)})
         x += width
-    return {"target": target["name"], "total": total, "parts": parts}
+    return {"target": target["name"], "total": total, "parts": parts, "copied": target["copied_bytes"]}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mmcompile.core.plan import Choice, KernelLaunch, Launch, Phase, Plan, Schedule, View
 from mmcompile.core.schedule import MERGED_PHASE as PHASE
+from mmcompile.core.stream import drop_streams
 from mmcompile.driver.summary import assign_layers
 
 LAYERS_KEPT = 2
@@ -25,21 +26,23 @@ def shorten_decode(plan: Plan) -> Shortened:
     """Keep the first two layers of each kind, and what is around the layers.
 
     Layers are of one kind if their launches are the same operations by the same kernels. What reads the results of a
-    layer that is left out reads those of the layer before it. Nothing is left out if results do not correspond.
+    layer that is left out reads those of the layer before it. Nothing is left out if results do not correspond. A
+    streamed step, whose kernel counts its layers, is dropped.
     """
+    plan = drop_streams(plan)
     phase = plan.phases[PHASE]
     layers = assign_layers(plan, phase)
     members = {layer: [i for i, at in enumerate(layers) if at == layer] for layer in layers if layer is not None}
     kept = _choose_layers(phase, members)
     renames = _connect(plan, phase, members, kept) if len(kept) < len(members) else {}
     if renames is None or len(kept) == len(members):
-        return Shortened(_keep_phases(plan, phase), "")
+        return Shortened(keep_decode(plan, phase), "")
     indices = [i for i, layer in enumerate(layers) if layer is None or layer in kept]
     shorter = _select(phase, indices, renames)
     if not _is_complete(plan, shorter):
-        return Shortened(_keep_phases(plan, phase), "")
+        return Shortened(keep_decode(plan, phase), "")
     names = f"{', '.join(map(str, kept[:-1]))} and {kept[-1]}" if len(kept) > 1 else str(kept[0])
-    return Shortened(_keep_phases(plan, shorter), f"layers {names} of {len(members)}, and what is around them")
+    return Shortened(keep_decode(plan, shorter), f"layers {names} of {len(members)}, and what is around them")
 
 
 def _choose_layers(phase: Phase, members: Mapping[int, list[int]]) -> list[int]:
@@ -118,8 +121,8 @@ def _is_complete(plan: Plan, phase: Phase) -> bool:
     return True
 
 
-def _keep_phases(plan: Plan, decode: Phase) -> Plan:
-    """The plan with what its phases "load" and "decode" use."""
+def keep_decode(plan: Plan, decode: Phase) -> Plan:
+    """The plan with what its phases "load" and ``decode`` use."""
     phases = {name: phase for name, phase in plan.phases.items() if name == "load"} | {PHASE: decode}
     views: list[View] = []
     kernels: set[str] = set()
@@ -127,6 +130,8 @@ def _keep_phases(plan: Plan, decode: Phase) -> Plan:
         records = [k for launch in phase.launches for choice in launch.choices for k in choice.kernels]
         kernels |= {record.kernel for record in records} | {s.kernel for s in phase.schedules}
         records += [stage.record for schedule in phase.schedules for stage in schedule.stages]
+        streams = [schedule.stream.record for schedule in phase.schedules if schedule.stream is not None]
+        records, kernels = records + streams, kernels | {record.kernel for record in streams}
         views += [a for record in records for a in record.arguments if isinstance(a, View)]
         views += [v for la in phase.launches for v in (*la.inputs.values(), *la.outputs) if v is not None]
     used = {view.buffer for view in views} | {n for phase in phases.values() for n in (*phase.inputs, *phase.outputs)}

@@ -13,6 +13,7 @@ import torch
 
 from mmcompile.core.expression import evaluate
 from mmcompile.core.plan import Buffer, Kernel, Launch, Manifest, Phase, Plan
+from mmcompile.core.stream import count_copied, drop_streams
 
 _LAYER_NUMBER = re.compile(r"[._](\d+)(?=[._]|$)")
 _PHASES = ("forward", "prefill", "decode", "score", "load")
@@ -76,6 +77,7 @@ def summarise_target(name: str, manifest: Manifest, plan: Plan) -> dict[str, Any
         "name": name,
         "architectures": list(entry.architectures),
         "toolchain": entry.toolchain,
+        "copied_bytes": entry.copied_bytes,
         "kernels": [_summarise_kernel(kernel, plan) for _, kernel in sorted(plan.kernels.items())],
         "phases": [summarise_phase(plan, phase) for phase in list_phases(plan)],
         "memory": measure_memory(plan),
@@ -199,8 +201,12 @@ def read_layer(names: Sequence[str]) -> int | str | None:
 
 
 def measure_memory(plan: Plan) -> dict[str, int]:
-    """Bytes of weights, of tensors derived when loading, and of the largest phase's arena."""
+    """Bytes of weights, of tensors derived when loading, and of the largest phase's arena.
+
+    The weights of a streamed step are among the derived ones where one runs.
+    """
     memory = {role: 0 for role in ("weight", "derived")}
+    plan = plan if count_copied(plan) else drop_streams(plan)
     for buffer in plan.buffers.values():
         if buffer.role in memory:
             memory[buffer.role] += count_bytes(buffer, plan.symbols)

@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from torch import Tensor
 
 import mmcompile
 from mmcompile.core.errors import UsageError
-from mmcompile.core.plan import Manifest, Mode, Plan, Record, Schedule, seal
+from mmcompile.core.plan import MODES, Manifest, Mode, Plan, Record, Schedule, seal
 from mmcompile.core.schedule import MERGED_PHASE as PHASE
+from mmcompile.core.stream import count_copied
 from mmcompile.driver.pack import hash_files, write_record
 from mmcompile.driver.progress import Progress, silent
 from mmcompile.runtime.artifact import Artifact, open_artifact
@@ -23,7 +23,6 @@ from mmcompile.runtime.device_gpu import GpuExecutor
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.sequence import GREEDY, Sequence
 
-MODES: tuple[Mode, ...] = get_args(Mode)
 _REPLAYS, _RUNS = 20, 5
 
 
@@ -46,7 +45,7 @@ def tune_artifact(
     The plan of the target that fits this GPU and the manifest are replaced. context: tokens of every sequence, the new
     one included. Raises UsageError if the artifact has no merged launches, ToolchainError without a GPU.
     """
-    engine = mmcompile.load(path, device="cuda", random_weights=random_weights)
+    engine = mmcompile.load(path, device="cuda", random_weights=random_weights, mono="stream")
     try:
         if not isinstance(engine, Engine):
             raise UsageError("only decoders have merged launches", where=str(path))
@@ -58,8 +57,9 @@ def tune_artifact(
         basis = f"{engine.executor.describe()['device']}, context {length}"
         chosen, tuned = [], []
         for number, schedule in enumerate(schedules, 1):
-            seconds = {mode: time_mode(engine, mode, schedule.high, length) for mode in MODES}
-            mode = min(seconds, key=lambda m: seconds[m])
+            modes = list_modes(schedule)
+            seconds = {mode: time_mode(engine, mode, schedule.high, length) for mode in modes}
+            mode = min(modes, key=seconds.__getitem__)
             chosen.append(schedule.model_copy(update={"seconds": seconds, "mode": mode, "basis": basis}))
             tuned.append(Tuned(schedule.high, length, seconds, mode, basis))
             progress("tune", f"{schedule.high} tokens: {mode}", number, len(schedules))
@@ -98,12 +98,20 @@ def time_mode(engine: Engine, mode: str, batch: int, context: int) -> float:
     return statistics.median(executor.time_graph(_REPLAYS) for _ in range(_RUNS))
 
 
+def list_modes(schedule: Schedule) -> list[Mode]:
+    """The modes that a schedule can run in."""
+    return [mode for mode in MODES if mode != "stream" or schedule.stream is not None]
+
+
 def _record(artifact: Artifact, plan: Plan, schedules: list[Schedule]) -> None:
     """Replace the plan's file, then the manifest that holds its hash."""
     phase = plan.phases[PHASE].model_copy(update={"schedules": tuple(schedules)})
     entry = artifact.manifest.targets[plan.target]
-    _replace(artifact.root / entry.plan, plan.model_copy(update={"phases": plan.phases | {PHASE: phase}}))
-    record = seal(artifact.manifest.model_dump(mode="json") | {"files": hash_files(artifact.root)})
+    tuned = plan.model_copy(update={"phases": plan.phases | {PHASE: phase}})
+    _replace(artifact.root / entry.plan, tuned)
+    entries = artifact.manifest.targets | {plan.target: entry.model_copy(update={"copied_bytes": count_copied(tuned)})}
+    manifest = artifact.manifest.model_copy(update={"targets": entries})
+    record = seal(manifest.model_dump(mode="json") | {"files": hash_files(artifact.root)})
     _replace(artifact.root / "manifest.json", Manifest.model_validate(record))
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from mmcompile.core.errors import LoweringError, MMError, VerificationError
 from mmcompile.core.plan import Plan, Schedule
+from mmcompile.core.quantities import format_bytes
 from mmcompile.core.schedule import MERGED_PHASE as PHASE
 from mmcompile.driver.emulated_device import EmulatedDriver
-from mmcompile.driver.mono import prove_recorded, reschedule
+from mmcompile.driver.mono import prove_recorded, prove_stream, reschedule
 from mmcompile.driver.progress import Progress, silent
-from mmcompile.driver.shorten import shorten_decode, with_schedule
+from mmcompile.driver.shorten import keep_decode, shorten_decode, with_schedule
 from mmcompile.driver.targets import load_target
 from mmcompile.driver.verify_emulate import Assembly
 from mmcompile.driver.verify_run import BOUNDS, ELEMENT_FACTOR
@@ -33,6 +34,8 @@ from mmcompile.runtime.sequence import Sequence as Conversation
 
 PROGRAMS = 5
 STEPS = 2
+EMULATED_BYTES = 8 << 20
+"""Largest stream of weights that the emulator runs, in minutes: a streamed step counts its layers and programs."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class MonoVerdict:
     """What was proven of one schedule on one architecture.
 
     Attributes:
-        tokens, mode, programs: of the emulated launches, "step" or "layer"; 0 and "" if none ran.
+        tokens, mode, programs: of the emulated launches, "step", "layer" or "stream"; 0 and "" if none ran.
         difference: largest difference of a logit or cache element between merged and standalone launches, over the
             root mean square of its buffer. equal: share of those bytes that are the same.
         verdict: "ok" or "failed", with the ``reason``.
@@ -67,7 +70,7 @@ class MonoVerdict:
 @dataclass(frozen=True)
 class MonoCase:
     """One run of merged beside standalone launches: ``plan`` holds "decode" with the one schedule, placed for few
-    programs. ``answers``: (target, architecture) of all equal cases."""
+    programs. ``order``: seed of the programs' turns. ``answers``: (target, architecture) of all equal cases."""
 
     artifact: Artifact
     plan: Plan
@@ -78,11 +81,20 @@ class MonoCase:
     coverage: str
     proofs: tuple[str, ...]
     answers: list[tuple[str, str]] = field(default_factory=list)
+    order: int = 0
 
     @property
     def schedule(self) -> Schedule:
         """The schedule that runs."""
         return self.plan.phases[PHASE].schedules[0]
+
+    @property
+    def launched(self) -> tuple[str, int]:
+        """Kernel and programs of the merged launches."""
+        stream = self.schedule.stream if self.mode == "stream" else None
+        if stream is not None:
+            return stream.record.kernel, stream.programs
+        return self.schedule.kernel, self.schedule.programs
 
 
 def verify_schedules(
@@ -101,7 +113,9 @@ def verify_schedules(
     emulator runs two decode steps of each for its smallest and largest token count, layer by layer and whole, placed
     and proven again for ``programs`` co-resident programs that take turns in a seeded order, with the race check on,
     and the results are compared with those of standalone launches. Weights are random where the artifact has none. Of a
-    deep model the first two layers of each kind run, and what is around them. quick: only one case for each target.
+    deep model the first two layers of each kind run, and what is around them. A streamed step runs as it is, with all
+    its layers and programs, if its weights are small; else it has the static proofs only, as its coverage says.
+    quick: only one case of the general merged launches for each target.
 
     Returns: what the static checks refuse, then verdicts in the order of targets, schedules and architectures.
     """
@@ -118,6 +132,7 @@ def verify_schedules(
                     MonoVerdict(target, "", schedule.kernel, 0, "", 0, 0.0, 0.0, "failed", 0.0, reason, proofs)
                 )
                 continue
+            verdicts += _report_unrun(plan, schedule, proofs)
             for case in list_cases(artifact, target, schedule, quick, seed, programs):
                 known = cases.setdefault(_identify(case), replace(case, proofs=proofs))
                 known.answers.append((target, case.architecture))
@@ -128,10 +143,14 @@ def _check_schedule(artifact: Artifact, plan: Plan, schedule: Schedule) -> tuple
     """The static proofs that a schedule passes, and the first objection or ""."""
     target = load_target(plan.target)
     reason = check_kernel(artifact, plan, target, read_source(artifact, plan, schedule.kernel))
+    if not reason and schedule.stream is not None:
+        reason = check_kernel(artifact, plan, target, read_source(artifact, plan, schedule.stream.record.kernel))
     if reason:
         return (), reason
     try:
         prove_recorded(plan, target.spec, schedule)
+        if schedule.stream is not None:
+            prove_stream(plan, target.spec, schedule.stream)
     except LoweringError as error:
         return ("assembled", "ledger"), error.what
     return ("assembled", "ledger", "schedule"), ""
@@ -144,13 +163,34 @@ def list_cases(
     short = shorten_decode(with_schedule(artifact.plan(target), schedule))
     spec = load_target(target).spec
     plan = with_schedule(short.plan, reschedule(short.plan, spec, short.plan.phases[PHASE].schedules[0], programs))
-    runs = [(schedule.high, "step"), (schedule.low, "layer")]
+    runs = [(schedule.high, "step", plan, short.coverage), (schedule.low, "layer", plan, short.coverage)]
+    runs = runs[:1] if quick else runs
+    if _is_emulated(schedule):
+        whole = with_schedule(artifact.plan(target), schedule)
+        runs.append((schedule.high, "stream", keep_decode(whole, whole.phases[PHASE]), ""))
     small = Artifact(artifact.root, artifact.manifest)
     return [
-        MonoCase(small, plan, architecture, tokens, mode, seed, short.coverage, ())
+        MonoCase(small, held, architecture, tokens, mode, seed, coverage, ())
         for architecture in plan.kernels[schedule.kernel].binaries
-        for tokens, mode in (runs[:1] if quick else runs)
+        for tokens, mode, held, coverage in runs
     ]
+
+
+def _is_emulated(schedule: Schedule) -> bool:
+    return schedule.stream is not None and schedule.stream.bytes <= EMULATED_BYTES
+
+
+def _report_unrun(plan: Plan, schedule: Schedule, proofs: tuple[str, ...]) -> list[MonoVerdict]:
+    """Verdicts on a streamed step that is too large for the emulator."""
+    stream = schedule.stream
+    if stream is None or _is_emulated(schedule):
+        return []
+    coverage = f"no emulator: {stream.programs} programs and {format_bytes(stream.bytes)} of weights"
+    return [
+        MonoVerdict(plan.target, architecture, stream.record.kernel, schedule.high, "stream", 0, 0.0, 0.0, "ok", 0.0,
+                    "", proofs, coverage)
+        for architecture in plan.kernels[stream.record.kernel].binaries
+    ]  # fmt: skip
 
 
 def _identify(case: MonoCase) -> str:
@@ -179,7 +219,7 @@ def _run_cases(cases: Sequence[MonoCase], workers: int, progress: Progress) -> l
         for done, future in enumerate(as_completed(futures), 1):
             case = cases[futures[future]]
             results[futures[future]] = future.result()
-            progress("mono", f"{case.schedule.kernel}, {case.tokens} tokens, {case.mode}", done, len(cases))
+            progress("mono", f"{case.launched[0]}, {case.tokens} tokens, {case.mode}", done, len(cases))
     return [
         replace(results[number], target=target, architecture=architecture)
         for number, case in enumerate(cases)
@@ -192,29 +232,29 @@ def run_case(case: MonoCase) -> MonoVerdict:
     torch.set_num_threads(1)
     start, difference, equal, reason = time.perf_counter(), 0.0, 0.0, ""
     try:
-        standalone = _run(case, "off")
-        merged = _run(case, case.mode)
+        standalone = run_mode(case, "off")
+        merged = run_mode(case, case.mode)
         difference, equal = _compare(standalone, merged)
     except EmulationFault as fault:
         reason = fault.message
     except MMError as error:
         reason = error.what
-    schedule, seconds = case.schedule, time.perf_counter() - start
+    (kernel, programs), seconds = case.launched, time.perf_counter() - start
     return MonoVerdict(
-        case.plan.target, case.architecture, schedule.kernel, case.tokens, case.mode, schedule.programs, difference,
+        case.plan.target, case.architecture, kernel, case.tokens, case.mode, programs, difference,
         equal, "failed" if reason else "ok", seconds, reason, case.proofs if reason else (*case.proofs, "emulator"),
         case.coverage,
     )  # fmt: skip
 
 
-def _run(case: MonoCase, mode: str) -> dict[str, Tensor]:
+def run_mode(case: MonoCase, mode: str) -> dict[str, Tensor]:
     """Outputs and caches after some decode steps from nothing, by an executor over the emulator."""
     kernels = {
         name: (assembly.text, assembly.binary, len(kernel.parameters))
         for name, kernel in case.plan.kernels.items()
         if (assembly := _read_assembly(case, name))
     }
-    driver = EmulatedDriver(kernels, case.architecture, case.seed)
+    driver = EmulatedDriver(kernels, case.architecture, case.seed + case.order)
     seed = 0 if case.artifact.manifest.weights == "none" else None
     executor = GpuExecutor(
         case.plan, case.artifact.read_weights(case.plan, seed), 2 * case.tokens, driver, case.architecture,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from mmcompile.core.errors import LoweringError
 from mmcompile.core.ops.define import get_op
-from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Mode, Phase, Plan, Schedule, Stage, View
+from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Mode, Phase, Plan, Schedule, Stage, Stream, View
 from mmcompile.core.schedule import (
     MOST_ARGUMENTS,
     Access,
@@ -31,6 +31,9 @@ TILE_SECONDS, GATED_TILE_SECONDS, REPLICATED_TILE_SECONDS = 2.2e-6, 1.15e-6, 0.6
 """Cost model: a launch in a graph, a wait between stages, the share of the bandwidth that is reached; beside its bytes
 a stage, one whose weights are on their way before its wait, one that every program runs for itself. Measured on an H200
 with SmolLM2-135M at batch 1 (docs/mono_decode.md)."""
+STREAM_UNITS = 0.96
+"""Share of the units that a streamed step needs for its share of the bandwidth (128 of 132 are known to do); with fewer
+it is taken to be in proportion."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,13 @@ def find_merge(schedule: Schedule) -> Merge:
     return Merge(schedule.low, schedule.high, tuple((stage.launch, stage.record) for stage in schedule.stages))
 
 
-def propose_merges(phase: Phase, stages: Stages) -> tuple[list[Merge], str]:
-    """For every range of token counts up to 16 the longest run of launches to merge, and why others cannot be."""
+def propose_merges(phase: Phase, stages: Stages, streamed: Iterable[int] = ()) -> tuple[list[Merge], str]:
+    """For every range of token counts up to 16 the longest run of launches to merge, and why others cannot be.
+
+    streamed: token counts at which a range shall end, as a streamed step does.
+    """
     limits = {c.max_tokens for choices in stages.choices for c in choices if c.max_tokens}
-    inner = {limit for limit in (REPLICATED_TOKENS, *limits) if limit < stages.most}
+    inner = {limit for limit in (REPLICATED_TOKENS, *limits, *streamed) if limit < stages.most}
     merges, reasons, low = [], {}, 1
     for high in sorted(inner | {stages.most}):
         run: list[tuple[int, KernelLaunch]] = []
@@ -109,11 +115,13 @@ class Scheduler:
     gated: Set[str] = frozenset()
     _written: dict[int, frozenset[str]] = field(default_factory=dict)
 
-    def make(self, merge: Merge, kernel: str, programs: int, resident: int, wanted: Mode) -> Schedule:
+    def make(
+        self, merge: Merge, kernel: str, programs: int, resident: int, wanted: Mode, stream: Stream | str = ""
+    ) -> Schedule:
         """Place, choose waits for all token counts of the range, and prove the result for each of them.
 
-        wanted: "layer" or "step"; the faster of it and "standalone" becomes the mode. Raises LoweringError where the
-        proof fails.
+        wanted: "layer" or "step". stream: the same step by a tuned kernel, or why there is none. The fastest of these
+        and "standalone" becomes the mode. Raises LoweringError where the proof fails.
         """
         private = self._find_private(merge)
         stages = [
@@ -132,11 +140,16 @@ class Scheduler:
         ordered = [tuple(sorted(w, reverse=True)) for w in waits]
         stages = [s.model_copy(update={"waits": w}) for s, w in zip(stages, ordered, strict=True)]
         seconds = self._estimate(merge, stages)
-        mode: Mode = wanted if seconds[wanted] < seconds["standalone"] else "standalone"
+        modes: tuple[Mode, ...] = ("standalone", wanted)
+        streamed = stream if isinstance(stream, Stream) else None
+        if streamed is not None:
+            seconds["stream"] = self._estimate_stream(streamed)
+            modes += ("stream",)
+        mode = min(modes, key=seconds.__getitem__)
         schedule = Schedule(
             low=merge.low, high=merge.high, kernel=kernel, programs=programs, stages=tuple(stages),
             layers=self._split_layers(merge), private=offsets, private_bytes=private_bytes, mode=mode,
-            seconds=seconds, basis="cost model",
+            seconds=seconds, basis="cost model", stream=streamed, unstreamed="" if streamed else str(stream),
         )  # fmt: skip
         self.prove(schedule, resident)
         return schedule
@@ -270,6 +283,10 @@ class Scheduler:
             "step": read + work + LAUNCH_SECONDS,
         }
 
+    def _estimate_stream(self, stream: Stream) -> float:
+        """Seconds of the step by the tuned kernel, caches left out as in the others."""
+        share = min(1.0, stream.programs / (STREAM_UNITS * self.spec.units))
+        return stream.bytes / (share * BANDWIDTH_SHARE * self.spec.memory_bandwidth) + stream.latency + LAUNCH_SECONDS
 
 
 def _locate(buffer: Buffer, symbols: Mapping[str, int], writes: bool) -> Access:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmcompile.core.errors import ArtifactError, UsageError
 from mmcompile.core.plan import SCHEMA_VERSION, Binary, Buffer, Manifest, Plan, Record, seal
 from mmcompile.runtime.executor import torch_dtype
-from mmcompile.runtime.layouts import check_cache_layouts, check_weight_layouts, place_weight
+from mmcompile.runtime.layouts import check_cache_layouts, check_streams, check_weight_layouts, place_weight
 from mmcompile.runtime.random_weights import RandomWeights
 
 MANIFEST = "manifest.json"
@@ -91,6 +91,7 @@ class Artifact:
             _check_names(plan, path)
             check_cache_layouts(plan, self.manifest.cache, str(path))
             check_weight_layouts(plan, str(path))
+            check_streams(plan, str(path))
             self._plans[target] = plan
         return self._plans[target]
 
@@ -190,7 +191,7 @@ def open_artifact(path: str | Path) -> Artifact:
             f"not an artifact: {what}", where=str(root), fix="pass a directory that `mmcompile build` wrote"
         )
     manifest = _read_record(root / MANIFEST, Manifest)
-    if seal(manifest.model_dump(mode="json"))["digest"] != manifest.digest:
+    if seal(_read_json(root / MANIFEST))["digest"] != manifest.digest:
         raise ArtifactError("the manifest is damaged: wrong digest", where=str(root / MANIFEST), fix=_REBUILD)
     if not manifest.targets:
         raise ArtifactError("the artifact holds no target", where=str(root / MANIFEST), fix=_REBUILD)

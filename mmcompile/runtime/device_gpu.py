@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmcompile.core.errors import ArtifactError, RequestError
 from mmcompile.core.plan import Binary, Choice, Kernel, Launch, Phase, Plan, Schedule, View
+from mmcompile.core.stream import arrange_part
 from mmcompile.runtime.device_driver import ALIGNMENT, Driver, PackedArguments, align, wrap_memory
 from mmcompile.runtime.executor import (
     Evaluation,
@@ -23,7 +24,8 @@ from mmcompile.runtime.executor import (
     memory_by_role,
     torch_dtype,
 )
-from mmcompile.runtime.mono import Merged, MergedMemory, bind_schedule, find_schedule
+from mmcompile.runtime.layouts import find_parts
+from mmcompile.runtime.mono import Merged, MergedMemory, Streamed, bind_schedule, bind_stream, find_schedule
 from mmcompile.runtime.reference import bind_call
 
 _PROGRAMS_KEPT = 64
@@ -38,7 +40,7 @@ class _Program:
     input_bytes: int = 0
     steps: list[Callable[[], None]] = field(default_factory=list)
     outputs: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = field(default_factory=dict)
-    merged: Merged | None = None
+    merged: Merged | Streamed | None = None
     graph: Any = None
 
 
@@ -79,10 +81,7 @@ class GpuExecutor:
             for name, binary in self._binaries.items()
         }
         self._persistent = self._place_persistent()
-        for name, tensor in weights:
-            source = tensor.contiguous()
-            driver.copy_to_device(self._persistent[name], source.data_ptr(), source.nbytes)
-            driver.synchronize()
+        self._copy_weights(weights)
         self._arena = driver.allocate(max(max((p.arena_bytes for p in plan.phases.values()), default=0), ALIGNMENT))
         self._place_staging()
         self._returned: tuple[int, Tensor] = (0, torch.empty(0, dtype=torch.uint8))
@@ -102,9 +101,7 @@ class GpuExecutor:
         pointers: dict[str, int] = {}
         for role in ("weight", "derived", "state"):
             sizes = {
-                b.name: align(count_bytes(b, self._fixed_symbols))
-                for b in self.plan.buffers.values()
-                if b.role == role
+                b.name: align(count_bytes(b, self._fixed_symbols)) for b in self.plan.buffers.values() if b.role == role
             }
             if not sizes:
                 continue
@@ -116,6 +113,20 @@ class GpuExecutor:
                 pointers[name] = position
                 position += size
         return pointers
+
+    def _copy_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Every weight to its buffer, and arranged anew to the derived buffers that it is a part of."""
+        parts = find_parts(self.plan)
+
+        def copy(pointer: int, tensor: Tensor) -> None:
+            self._driver.copy_to_device(pointer, tensor.data_ptr(), tensor.nbytes)
+            self._driver.synchronize()
+
+        for name, tensor in weights:
+            source = tensor.contiguous()
+            copy(self._persistent[name], source)
+            for buffer, part in parts.get(name, ()):
+                copy(self._persistent[buffer] + part.offset, arrange_part(source, part.layout))
 
     def _place_staging(self) -> None:
         """One block for all inputs of a phase, on the host and on the device, so that a step makes one copy."""
@@ -171,6 +182,7 @@ class GpuExecutor:
             self._driver.copy_to_host(self._returned[0] + position, program.merged.fault, 8)
         self._driver.synchronize()
         if program.merged is not None and int(fault[0]):
+            program.merged.recover()
             raise program.merged.explain(int(fault[0]), int(fault[1]))
         return results
 
@@ -248,10 +260,7 @@ class GpuExecutor:
                 pointers[buffer.name] = self._arena + buffer.offset
         schedule = find_schedule(phase, sizes.symbols, self.mono)
         if schedule is not None:
-            program.merged = bind_schedule(
-                self._merged_memory, schedule, phase, sizes, lambda view: self._locate(view, sizes, pointers),
-                self._functions[schedule.kernel], self._binaries[schedule.kernel],
-            )  # fmt: skip
+            program.merged = self._bind_merged(schedule, phase, sizes, lambda v: self._locate(v, sizes, pointers))
         for index, launch in enumerate(phase.launches):
             if program.merged is not None and index in program.merged.launches:
                 program.steps += program.merged.steps if index == program.merged.launches[0] else ()
@@ -263,6 +272,17 @@ class GpuExecutor:
             dtype = torch_dtype(self.plan.buffers[name])
             program.outputs[name] = (_find_pointer(pointers, name), sizes.shape(name), dtype)
         return program
+
+    def _bind_merged(
+        self, schedule: Schedule, phase: Phase, sizes: Evaluation, locate: Callable[[View], int]
+    ) -> Merged | Streamed:
+        """The launches of a schedule in its mode."""
+        stream = schedule.stream if schedule.mode == "stream" else None
+        kernel = schedule.kernel if stream is None else stream.record.kernel
+        function, binary = self._functions[kernel], self._binaries[kernel]
+        if stream is None:
+            return bind_schedule(self._merged_memory, schedule, phase, sizes, locate, function, binary)
+        return bind_stream(self._merged_memory, schedule, stream, sizes, locate, function, binary)
 
     def _bind_kernels(
         self, launch: Launch, choice: Choice, sizes: Evaluation, pointers: Mapping[str, int]

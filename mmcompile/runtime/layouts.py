@@ -8,7 +8,9 @@ from mmcompile.core.errors import ArtifactError
 from mmcompile.core.formats import nvfp4_fragments
 from mmcompile.core.formats.cache_pages import PLAIN, list_layouts
 from mmcompile.core.formats.nvfp4_cache import QUANTIZER, check_layout
-from mmcompile.core.plan import Buffer, CacheSpec, Launch, Plan
+from mmcompile.core.plan import Buffer, CacheSpec, Launch, Part, Phase, Plan, Stream, View
+from mmcompile.core.stream import FAULT_WORD, LINEAR, parse_tag
+from mmcompile.runtime.executor import count_bytes
 
 _REBUILD = "rebuild the artifact with this mmcompile"
 
@@ -79,6 +81,64 @@ def check_weight_layouts(plan: Plan, where: str) -> None:
                     where=where,
                     fix=_REBUILD,
                 )
+
+
+def check_streams(plan: Plan, where: str) -> None:
+    """Raise ArtifactError for a streamed step that names what the plan does not define, or has damaged buffers."""
+    for phase in plan.phases.values():
+        for schedule in phase.schedules:
+            if schedule.stream is not None:
+                _check_stream(plan, phase, schedule.stream, where)
+    for buffer in plan.buffers.values():
+        _check_parts(plan, buffer, where)
+
+
+def _check_stream(plan: Plan, phase: Phase, stream: Stream, where: str) -> None:
+    kernel = plan.kernels.get(stream.record.kernel)
+    known = all(a.buffer in plan.buffers for a in stream.record.arguments if isinstance(a, View))
+    if not known or kernel is None or len(kernel.parameters) != len(stream.record.arguments):
+        raise ArtifactError(
+            f"the streamed step {stream.record.kernel} and its arguments are not what the plan defines",
+            where=where,
+            fix=_REBUILD,
+        )
+    if not 0 <= stream.last < len(phase.launches) or stream.workspace_bytes < 4 * (FAULT_WORD + 2):
+        raise ArtifactError(
+            f"the streamed step {stream.record.kernel} stands for launches that are not there",
+            where=where,
+            fix=_REBUILD,
+        )
+
+
+def _check_parts(plan: Plan, buffer: Buffer, where: str) -> None:
+    """Parts lie one behind the other and fill the buffer.
+
+    The tag of an order holds a digest of it, so that one that this mmcompile makes otherwise is refused.
+    """
+    end = 0
+    for part in buffer.parts:
+        weight, arrangement = plan.buffers.get(part.weight), parse_tag(part.layout)
+        what = f"{buffer.name} holds {part.weight}"
+        if weight is None or (weight.role, weight.dtype, weight.layout) != ("weight", "bfloat16", LINEAR):
+            raise ArtifactError(f"{what}, which is no plain bfloat16 weight of the plan", where=where, fix=_REBUILD)
+        if arrangement is None and part.layout != LINEAR:
+            raise ArtifactError(f"{what} in the unknown layout {part.layout!r}", where=where, fix=_REBUILD)
+        if part.offset != end:
+            raise ArtifactError(f"{what} at byte {part.offset}, not {end}", where=where, fix=_REBUILD)
+        end += arrangement.nbytes if arrangement else count_bytes(weight, {})
+    if buffer.parts and end != count_bytes(buffer, {}):
+        raise ArtifactError(
+            f"{buffer.name} has {count_bytes(buffer, {})} bytes, its parts {end}", where=where, fix=_REBUILD
+        )
+
+
+def find_parts(plan: Plan) -> dict[str, list[tuple[str, Part]]]:
+    """By weight, (derived buffer, part) of all that it is a part of."""
+    found: dict[str, list[tuple[str, Part]]] = {}
+    for buffer in plan.buffers.values():
+        for part in buffer.parts:
+            found.setdefault(part.weight, []).append((buffer.name, part))
+    return found
 
 
 def place_weight(buffer: Buffer, tensor: Tensor) -> Tensor:

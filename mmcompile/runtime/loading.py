@@ -9,6 +9,7 @@ from typing import Literal
 
 from mmcompile.core.errors import ArtifactError, MMError, ToolchainError, UsageError, unknown_name
 from mmcompile.core.plan import Manifest, Plan
+from mmcompile.core.stream import count_copied, drop_streams
 from mmcompile.runtime.artifact import Artifact, open_artifact
 from mmcompile.runtime.device_cpu import CpuExecutor
 from mmcompile.runtime.device_cuda import CudaDriver
@@ -30,7 +31,7 @@ from mmcompile.runtime.selection import (
 
 DeviceName = Literal["auto", "cpu", "cuda", "hip"]
 DEVICES = ("auto", "cpu", "cuda", "hip")
-MONO = ("auto", "off", "layer", "step")
+MONO = ("auto", "off", "layer", "step", "stream")
 _DRIVERS: dict[str, Callable[[], Driver]] = {"cuda": CudaDriver, "hip": HipDriver}
 
 
@@ -56,7 +57,8 @@ def load(
         random_weights: for an artifact that was built with ``weights="none"``: the seed of random ones, the same on
             every device (see runtime.random_weights).
         mono: how a GPU decodes where the artifact has merged launches: "auto" as each schedule says, or "off", "layer",
-            "step".
+            "step"; "stream" by the tuned kernel where there is one, else as the schedule says. The weights of a
+            streamed step are a second copy, made for "stream", and for "auto" if a schedule says so.
 
     Returns: an Engine for a decoder, a ModuleEngine for a module. Raises ArtifactError if the artifact is damaged,
     holds no weights (and no seed of random ones is given) or nothing for the device; ToolchainError if the device named
@@ -70,7 +72,7 @@ def load(
         raise unknown_name("mono-decode option", mono, MONO)
     artifact = open_artifact(path)
     selection, driver = _select(artifact.manifest, device, target)
-    plan = artifact.plan(selection.target)
+    plan = _choose_streams(artifact.plan(selection.target), mono)
     if artifact.manifest.kind == "module":
         executor = _make_executor(artifact, plan, selection, driver, pages or 1, random_weights, mono)
         return ModuleEngine(plan, selection, executor, random_weights)
@@ -78,6 +80,11 @@ def load(
     limits = replace(limits, pages=pages or _default_pages(plan, driver, limits))
     executor = _make_executor(artifact, plan, selection, driver, limits.pages, random_weights, mono)
     return Engine(artifact, plan, selection, executor, limits, seed, random_weights)
+
+
+def _choose_streams(plan: Plan, mono: str) -> Plan:
+    """The plan without streamed steps if none will run: their weights are a second copy."""
+    return plan if mono == "stream" or (mono == "auto" and count_copied(plan)) else drop_streams(plan)
 
 
 def _select(manifest: Manifest, device: DeviceName, target: str | None) -> tuple[Selection, Driver | None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mmcompile.core.errors import ToolchainError
-from mmcompile.core.plan import Binary, Phase, Plan, Schedule, View
+from mmcompile.core.plan import Binary, Phase, Plan, Schedule, Stream, View
 from mmcompile.core.schedule import (
     COUNTER_STRIDE,
     FAULT,
@@ -18,6 +18,7 @@ from mmcompile.core.schedule import (
     list_targets,
     place_stages,
 )
+from mmcompile.core.stream import FAULT_WORD, STAGES
 from mmcompile.runtime.device_driver import Driver, PackedArguments
 from mmcompile.runtime.executor import Evaluation
 
@@ -47,13 +48,43 @@ class Merged:
             fix="load the artifact with mono='off', and report the schedule",
         )
 
+    def recover(self) -> None:
+        """Nothing: a launch with a fault runs to its end, where the last program sets the counters back to zero."""
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The bound launch of a streamed step, as ``Merged``. ``clear`` makes its workspace zero."""
+
+    launches: range
+    steps: tuple[Callable[[], None], ...]
+    schedule: Schedule
+    fault: int
+    clear: Callable[[], None]
+    times: int = 0
+
+    def explain(self, code: int, found: int) -> ToolchainError:
+        """The error for a wait in vain, from the code of the fault record and the program that it names."""
+        layer, stage = divmod(code - 1, len(STAGES))
+        return ToolchainError(
+            f"a streamed decode step hangs: program {found} waited in vain for {STAGES[stage]!r} of layer {layer}",
+            fix="load the artifact with mono='off', and report the schedule",
+        )
+
+    def recover(self) -> None:
+        """Make the launch fit to run after a fault: the mailboxes hold words of a step that never ended."""
+        self.clear()
+
 
 def find_schedule(phase: Phase, symbols: Mapping[str, int], mono: str) -> Schedule | None:
-    """The schedule to run a phase by: of the artifact's own choice ("auto") or the named mode; None if not merged."""
+    """The schedule to run a phase by: of the artifact's own choice ("auto") or the named mode; None if not merged.
+
+    "stream" is the artifact's choice where there is no streamed step for so many tokens.
+    """
     tokens = symbols.get("tokens", 0)
     for schedule in phase.schedules:
         if schedule.low <= tokens <= schedule.high:
-            mode = schedule.mode if mono == "auto" else mono
+            mode = schedule.mode if mono == "auto" or (mono == "stream" and schedule.stream is None) else mono
             return None if mode in ("off", "standalone") else schedule.model_copy(update={"mode": mode})
     return None
 
@@ -70,6 +101,7 @@ class MergedMemory:
     records: bool = False
     _counters: dict[str, int] = field(default_factory=dict)
     _private: dict[int, int] = field(default_factory=dict)
+    _workspaces: dict[str, int] = field(default_factory=dict)
     _tables: dict[bytes, int] = field(default_factory=dict)
 
     def counters(self, schedule: Schedule) -> int:
@@ -80,6 +112,14 @@ class MergedMemory:
             self._counters[key] = self.driver.allocate(size)
             self.driver.fill_zero(self._counters[key], size)
         return self._counters[key]
+
+    def workspace(self, stream: Stream) -> int:
+        """Memory of a streamed step, zero at first; the kernel counts its launches in it."""
+        name = stream.record.kernel
+        if name not in self._workspaces:
+            self._workspaces[name] = self.driver.allocate(stream.workspace_bytes)
+            self.driver.fill_zero(self._workspaces[name], stream.workspace_bytes)
+        return self._workspaces[name]
 
     def private(self, schedule: Schedule) -> int:
         """The programs' parts, one after the other."""
@@ -142,3 +182,26 @@ def bind_schedule(
     covered = range(schedule.stages[0].launch, schedule.stages[-1].launch + 1)
     return Merged(covered, steps, schedule, tuple(placed), counters + 4 * FAULT, times)
 
+
+def bind_stream(
+    memory: MergedMemory,
+    schedule: Schedule,
+    stream: Stream,
+    sizes: Evaluation,
+    locate: Callable[[View], int],
+    function: object,
+    binary: Binary,
+) -> Streamed:
+    """Make the launch of a streamed step; see ``bind_schedule``."""
+    workspace, driver = memory.workspace(stream), memory.driver
+    symbols = {"workspace": workspace}
+    values = [locate(a) if isinstance(a, View) else symbols.get(a) or sizes.number(a) for a in stream.record.arguments]
+    packed = PackedArguments([*values, 0, 0])
+    grid, threads = (stream.programs, 1, 1), binary.num_warps * binary.warp_size
+    return Streamed(
+        range(stream.last + 1),
+        (lambda: driver.launch(function, grid, threads, binary.shared, packed.address, cooperative=True),),
+        schedule,
+        workspace + 4 * FAULT_WORD,
+        lambda: driver.fill_zero(workspace, stream.workspace_bytes),
+    )

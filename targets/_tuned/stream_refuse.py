@@ -21,10 +21,10 @@ def refuse_stream(shape: StepShape, architecture: Architecture) -> str | None:
         return f"{s.max_tokens} tokens, and one MMA holds 1 to {TILE_ROWS}"
     if not 0 <= s.first < s.end <= s.layers:
         return f"layers {s.first} to {s.end - 1} of {s.layers}"
-    return _refuse_attention(s) or _refuse_columns(s) or _refuse_rows(s)
+    return _refuse_attention(s) or refuse_columns(s) or _refuse_rows(s)
 
 
-def _refuse_columns(s: StepShape) -> str | None:
+def refuse_columns(s: StepShape) -> str | None:
     """Every warp gets the same number of whole stages of columns."""
     slice_k = WARPS * s.warp_k
     if s.weight_format == "nvfp4" and s.warp_k != 256:

@@ -137,8 +137,11 @@ def test_reports_count_launches_waits_and_bytes() -> None:
     assert (np.isnan(timeline.ended) == ~np.stack([p.programs for p in timeline.placed])).all()
     assert timeline.started[2].min() >= np.nanmax(timeline.ended[1]) + 0.99 * WAIT_SECONDS
     assert sum(timeline.split().values()) == pytest.approx(np.nanmax(timeline.ended))
-    picture = draw_timeline(plan, SPEC)
-    assert {bar["kind"] for bar in picture["bars"]} == {"weights", "other", "wait"}
+    work = timeline.weights + timeline.other + timeline.compute
+    np.testing.assert_allclose((timeline.ended - timeline.started)[ran], work[ran])
+    assert not work[~ran].any() and timeline.split()["compute"] == pytest.approx(timeline.compute.sum() / 5)
+    picture = draw_timeline(Model(2, 2048).merged_plan(programs=5), SPEC)
+    assert {bar["kind"] for bar in picture["bars"]} >= {"weights", "compute", "wait"}
     assert max(bar["x"] + bar["width"] for bar in picture["bars"]) <= picture["width"] + 1
     assert draw_timeline(Model(2).plan(), SPEC) is None
 
