@@ -25,7 +25,7 @@ from mmcompile.targets._kernels import (
     swiglu,
     two_step,
 )
-from mmcompile.targets._tuned import linear_fragments, linear_mfma, qkv_lanes
+from mmcompile.targets._tuned import linear_fragments, linear_mfma, moe_fragments, qkv_lanes
 from mmcompile.targets._tuned import sparse_attention as tuned_sparse_attention
 from mmcompile.targets._tuned import sparse_index as tuned_sparse_index
 
@@ -35,6 +35,7 @@ _TEMPLATES: tuple[KernelTemplate, ...] = (
     *linear_mfma.TEMPLATES,
     *linear_mfma.QKV,
     *qkv_lanes.TEMPLATES,
+    *moe_fragments.TEMPLATES,
     *tuned_sparse_attention.TEMPLATES,
     *tuned_sparse_index.TEMPLATES,
     *norm.TEMPLATES,

@@ -70,7 +70,7 @@ class Stack:
         return [*self.names, "None", "None"][:3]
 
 
-def _stacks(call: OpCall) -> tuple[Stack, Stack]:
+def list_stacks(call: OpCall) -> tuple[Stack, Stack]:
     """(gate and up, down)."""
     parts = ("_packed", "_scale", "_global_scale") if call.op == "moe_nvfp4" else ("",)
     k = int(need(call, "x").shape[1])
@@ -79,11 +79,13 @@ def _stacks(call: OpCall) -> tuple[Stack, Stack]:
     return Stack(gate_up, rows, k), Stack(down, k, rows // 2)
 
 
-def _experts(call: OpCall) -> int:
-    return int(need(call, _stacks(call)[0].names[0]).shape[0])
+def count_experts(call: OpCall) -> int:
+    """Experts of the layer."""
+    return int(need(call, list_stacks(call)[0].names[0]).shape[0])
 
 
-def _top_k(call: OpCall) -> int:
+def count_places(call: OpCall) -> int:
+    """Experts that a token chooses."""
     return int(need(call, "experts").shape[1])
 
 
@@ -118,7 +120,8 @@ def _refuse_stack(call: OpCall, stack: Stack) -> str | None:
     return None
 
 
-def _refuse(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+def refuse_moe(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+    """The reason why a call cannot be served, or None; whatever the layouts of its weights."""
     reason = refuse_rows(call, "x", "residual") or _refuse_choice(call)
     if reason is not None:
         return reason
@@ -127,36 +130,47 @@ def _refuse(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
         return f"residual is {residual.dtype} and x {x.dtype}"
     if call.attributes.get("activation", "swiglu") not in _ACTIVATIONS:
         return f"activation {call.attributes['activation']} is not one of {', '.join(_ACTIVATIONS)}"
-    if _experts(call) > LARGEST_EXPERTS:
-        return f"{_experts(call)} experts, above {LARGEST_EXPERTS}"
-    return next((r for stack in _stacks(call) if (r := _refuse_stack(call, stack)) is not None), None)
+    if count_experts(call) > LARGEST_EXPERTS:
+        return f"{count_experts(call)} experts, above {LARGEST_EXPERTS}"
+    return next((r for stack in list_stacks(call) if (r := _refuse_stack(call, stack)) is not None), None)
 
 
-def _scratch_slots(call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
+def _refuse(call: OpCall, spec: TargetSpec, arch: Architecture) -> str | None:
+    reason = refuse_moe(call, spec, arch)
+    if reason is None:
+        layouts = {name: need(call, name).layout for stack in list_stacks(call) for name in stack.names}
+        return next((f"{name} has the layout {tag}" for name, tag in layouts.items() if tag != "linear"), None)
+    return reason
+
+
+def scratch_slots(call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
     """Activations and outputs of every pair."""
-    (_, down), x = _stacks(call), need(call, "x")
-    pairs = f"{x.shape[0]} * {_top_k(call)}"
+    (_, down), x = list_stacks(call), need(call, "x")
+    pairs = f"{x.shape[0]} * {count_places(call)}"
     return (Scratch("hidden", (pairs, down.k), x.dtype), Scratch("outputs", (pairs, down.rows), x.dtype))
 
 
-def _scratch_groups(call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
+def scratch_groups(call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
     """As for pairs, and the sorted pairs with each expert's beginning."""
-    pairs = f"{need(call, 'x').shape[0]} * {_top_k(call)}"
-    sort = (Scratch("pairs", (pairs,), "int32"), Scratch("offsets", (_experts(call) + 1,), "int32"))
-    return (*_scratch_slots(call, spec), *sort)
+    pairs = f"{need(call, 'x').shape[0]} * {count_places(call)}"
+    sort = (Scratch("pairs", (pairs,), "int32"), Scratch("offsets", (count_experts(call) + 1,), "int32"))
+    return (*scratch_slots(call, spec), *sort)
 
 
-def _activation(call: OpCall) -> Constants:
+def activation_constants(call: OpCall) -> Constants:
+    """Which activation it is, and its numbers."""
     oai = call.attributes.get("activation", "swiglu") == "swiglu_oai"
     values = {name: float(call.attributes.get(name, 0.0)) if oai else 0.0 for name in ("alpha", "limit")}
     return {"OAI": oai, "ALPHA": values["alpha"], "LIMIT": values["limit"]}
 
 
-def _label(call: OpCall) -> str:
-    return f"{short_dtype(need(call, 'x').dtype)}_{_top_k(call)}of{_experts(call)}"
+def label_moe(call: OpCall) -> str:
+    """Dtype, places and experts, for kernel names."""
+    return f"{short_dtype(need(call, 'x').dtype)}_{count_places(call)}of{count_experts(call)}"
 
 
-def _scratch_pointer(name: str, dtype: str) -> Parameter:
+def scratch_pointer(name: str, dtype: str) -> Parameter:
+    """A pointer parameter for a scratch buffer."""
     return Parameter(name, f"*{short_dtype(dtype)}", f"scratch:{name}")
 
 
@@ -189,7 +203,7 @@ def _emit_projection(call: OpCall, spec: TargetSpec, arch: Architecture, made: P
     spelled = ", ".join([*arguments, *(f"{name}={name}" for name in constants)])
     weights = [pointer(name, need(call, name)) for name in stack.names]
     return emit_kernel(
-        name=kernel_name(f"{call.op}_{made.kind}", _label(call), f"{stack.rows}x{stack.k}"),
+        name=kernel_name(f"{call.op}_{made.kind}", label_moe(call), f"{stack.rows}x{stack.k}"),
         title=f"{call.op}, {made.kind}: experts [{stack.rows}, {stack.k}] for {x.shape[0]} tokens.",
         tiles=[made.tile], constants=constants,
         parameters=[*made.parameters[:-1], *weights, made.parameters[-1], *symbol_parameters(x.shape[0])],
@@ -198,12 +212,13 @@ def _emit_projection(call: OpCall, spec: TargetSpec, arch: Architecture, made: P
     )
 
 
-def _emit_combine(call: OpCall) -> KernelSource:
+def emit_combine(call: OpCall, early: Architecture | None = None) -> KernelSource:
+    """The source of the weighted sum; ``early``: see ``emit_kernel``."""
     x, residual, result = need(call, "x"), call.operands.get("residual"), call.results[0]
     width = int(x.shape[1])
     block = min(next_power_of_two(width), 1024)
     constants: Constants = {
-        "WIDTH": width, "TOP_K": _top_k(call), "CHOICE_STRIDE": row_stride(need(call, "experts")),
+        "WIDTH": width, "TOP_K": count_places(call), "CHOICE_STRIDE": row_stride(need(call, "experts")),
         "FACTOR_STRIDE": row_stride(need(call, "weights")),
         "RESIDUAL_STRIDE": 0 if residual is None else row_stride(residual), "RESULT_STRIDE": row_stride(result),
         "BLOCK": block,
@@ -211,41 +226,42 @@ def _emit_combine(call: OpCall) -> KernelSource:
     names = ["experts", "weights", *(["residual"] if is_present(call, "residual") else [])]
     spelled = "residual" if is_present(call, "residual") else "None"
     return emit_kernel(
-        name=kernel_name("moe_combine", _label(call), width, "residual" if residual is not None else ""),
+        name=kernel_name("moe_combine", label_moe(call), width, "residual" if residual is not None else ""),
         title="The weighted sum of the experts' outputs of one token.", tiles=[tile_combine], constants=constants,
-        parameters=[_scratch_pointer("outputs", x.dtype), *(pointer(name, need(call, name)) for name in names),
+        parameters=[scratch_pointer("outputs", x.dtype), *(pointer(name, need(call, name)) for name in names),
                     pointer("result", result)],
         body=f"tile_combine(tl.program_id(0), tl.program_id(1), outputs, experts, weights, {spelled}, result, "
              f"{', '.join(constants)})",
-        grid=(str(x.shape[0]), str(ceil_div(width, block)), "1"), num_warps=4,
+        grid=(str(x.shape[0]), str(ceil_div(width, block)), "1"), num_warps=4, early=early,
     )
 
 
-def _emit_sort(call: OpCall) -> KernelSource:
+def emit_sort(call: OpCall, early: Architecture | None = None) -> KernelSource:
+    """The source of the sort; ``early``: see ``emit_kernel``."""
     experts, tokens = need(call, "experts"), need(call, "x").shape[0]
-    constants: Constants = {"STRIDE": row_stride(experts), "TOP_K": _top_k(call), "EXPERTS": _experts(call),
-                            "BLOCK": 1024}
+    constants: Constants = {"STRIDE": row_stride(experts), "TOP_K": count_places(call),
+                            "EXPERTS": count_experts(call), "BLOCK": 1024}  # fmt: skip
     return emit_kernel(
-        name=kernel_name("moe_sort", short_dtype(experts.dtype), f"{_top_k(call)}of{_experts(call)}"),
+        name=kernel_name("moe_sort", short_dtype(experts.dtype), f"{count_places(call)}of{count_experts(call)}"),
         title="Sort the pairs of token and place by expert.", tiles=[tile_sort_pairs], constants=constants,
-        parameters=[pointer("experts", experts), _scratch_pointer("pairs", "int32"),
-                    _scratch_pointer("offsets", "int32"), *symbol_parameters(tokens)],
+        parameters=[pointer("experts", experts), scratch_pointer("pairs", "int32"),
+                    scratch_pointer("offsets", "int32"), *symbol_parameters(tokens)],
         body=f"tile_sort_pairs(tl.program_id(0), experts, pairs, offsets, {tokens}, {', '.join(constants)})",
-        grid=(str(_experts(call)), "1", "1"), num_warps=4,
+        grid=(str(count_experts(call)), "1", "1"), num_warps=4, early=early,
     )
 
 
 def _slot_blocks(call: OpCall, stack: Stack, spec: TargetSpec) -> Blocks:
     """As a skinny linear layer of the rows of one token's experts."""
     size = ELEMENT_SIZES[need(call, "x").dtype]
-    return skinny_blocks(SLOT_TOKENS, skinny_rows(stack.rows * _top_k(call), spec), stack.k, size, spec)
+    return skinny_blocks(SLOT_TOKENS, skinny_rows(stack.rows * count_places(call), spec), stack.k, size, spec)
 
 
 def _emit_slots(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
     """Two projections with one program for each pair and tile of rows, and the sum."""
-    x, experts, top_k, stacks = need(call, "x"), need(call, "experts"), _top_k(call), _stacks(call)
+    x, experts, top_k, stacks = need(call, "x"), need(call, "experts"), count_places(call), list_stacks(call)
     choice: Constants = {"CHOICE_STRIDE": row_stride(experts), "TOP_K": top_k, "PLACES": next_power_of_two(top_k)}
-    hidden, outputs = _scratch_pointer("hidden", x.dtype), _scratch_pointer("outputs", x.dtype)
+    hidden, outputs = scratch_pointer("hidden", x.dtype), scratch_pointer("outputs", x.dtype)
     chosen = pointer("experts", experts)
 
     def grid(tiles_n: int) -> str:
@@ -253,14 +269,14 @@ def _emit_slots(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[Ker
 
     first = Projection(
         tile_slot_gate_up, stacks[0], _slot_blocks(call, stacks[0], spec), (pointer("x", x), chosen, hidden),
-        {"N": stacks[1].k, "K": stacks[0].k, "X_STRIDE": row_stride(x), **choice, **_activation(call)}, grid,
-        "slot_gate_up",
+        {"N": stacks[1].k, "K": stacks[0].k, "X_STRIDE": row_stride(x), **choice, **activation_constants(call)},
+        grid, "slot_gate_up",
     )  # fmt: skip
     second = Projection(
         tile_slot_down, stacks[1], _slot_blocks(call, stacks[1], spec), (hidden, chosen, outputs),
         {"N": stacks[1].rows, "K": stacks[1].k, **choice}, grid, "slot_down",
     )  # fmt: skip
-    return (*(_emit_projection(call, spec, arch, made) for made in (first, second)), _emit_combine(call))
+    return (*(_emit_projection(call, spec, arch, made) for made in (first, second)), emit_combine(call))
 
 
 def _group_blocks(call: OpCall, stack: Stack, tokens: int, spec: TargetSpec) -> Blocks:
@@ -271,10 +287,10 @@ def _group_blocks(call: OpCall, stack: Stack, tokens: int, spec: TargetSpec) -> 
 
 def _emit_groups(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
     """The sort, two grouped GEMMs with tiles of ``tokens`` pairs, and the sum."""
-    x, top_k, count, stacks = need(call, "x"), _top_k(call), _experts(call), _stacks(call)
+    x, top_k, count, stacks = need(call, "x"), count_places(call), count_experts(call), list_stacks(call)
     groups: Constants = {"TOP_K": top_k, "EXPERTS": count, "BLOCK_E": next_power_of_two(count)}
-    hidden, outputs = _scratch_pointer("hidden", x.dtype), _scratch_pointer("outputs", x.dtype)
-    sorted_pairs = (_scratch_pointer("pairs", "int32"), _scratch_pointer("offsets", "int32"))
+    hidden, outputs = scratch_pointer("hidden", x.dtype), scratch_pointer("outputs", x.dtype)
+    sorted_pairs = (scratch_pointer("pairs", "int32"), scratch_pointer("offsets", "int32"))
 
     def grid(tiles_n: int) -> str:
         """Every expert in use ends with at most one tile that is not full."""
@@ -284,23 +300,23 @@ def _emit_groups(tokens: int, call: OpCall, spec: TargetSpec, arch: Architecture
     first = Projection(
         tile_group_gate_up, stacks[0], _group_blocks(call, stacks[0], tokens, spec),
         (pointer("x", x), *sorted_pairs, hidden),
-        {"N": stacks[1].k, "K": stacks[0].k, "X_STRIDE": row_stride(x), **groups, **_activation(call)}, grid,
-        f"group{tokens}_gate_up",
+        {"N": stacks[1].k, "K": stacks[0].k, "X_STRIDE": row_stride(x), **groups, **activation_constants(call)},
+        grid, f"group{tokens}_gate_up",
     )  # fmt: skip
     second = Projection(
         tile_group_down, stacks[1], _group_blocks(call, stacks[1], tokens, spec), (hidden, *sorted_pairs, outputs),
         {"N": stacks[1].rows, "K": stacks[1].k, **groups}, grid, f"group{tokens}_down",
     )  # fmt: skip
     projections = (_emit_projection(call, spec, arch, made) for made in (first, second))
-    return (_emit_sort(call), *projections, _emit_combine(call))
+    return (emit_sort(call), *projections, emit_combine(call))
 
 
 def _make(op: str) -> tuple[KernelTemplate, ...]:
     return (
-        KernelTemplate(f"{op}_slots", op, _refuse, _emit_slots, _scratch_slots, max_tokens=SLOT_TOKENS),
-        KernelTemplate(f"{op}_group16", op, _refuse, partial(_emit_groups, 16), _scratch_groups,
+        KernelTemplate(f"{op}_slots", op, _refuse, _emit_slots, scratch_slots, max_tokens=SLOT_TOKENS),
+        KernelTemplate(f"{op}_group16", op, _refuse, partial(_emit_groups, 16), scratch_groups,
                        max_tokens=NARROW_TOKENS),
-        KernelTemplate(f"{op}_group64", op, _refuse, partial(_emit_groups, 64), _scratch_groups),
+        KernelTemplate(f"{op}_group64", op, _refuse, partial(_emit_groups, 64), scratch_groups),
     )
 
 
