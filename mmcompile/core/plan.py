@@ -143,9 +143,9 @@ class Stream(Record):
     """A decode step as one launch of a tuned kernel (targets/_tuned/stream_*.py), in place of those up to ``last``.
 
     ``record``: the kernel and its arguments, "workspace" among them: ``workspace_bytes`` that are zero before the first
-    launch and the kernel's own from then on. ``programs``: all resident. ``tokens``: rows that it computes, asked for
-    or not. ``bytes``: of its weights. ``latency``: seconds of a step beside those, measured on an H200. ``shape``: what
-    the kernel was written for.
+    launch and again after every ``period`` of them, and the kernel's own in between. ``programs``: all resident.
+    ``tokens``: rows that it computes, asked for or not. ``bytes``: of its weights. ``latency``: seconds of a step
+    beside those, measured on an H200. ``shape``: what the kernel was written for.
     """
 
     record: KernelLaunch
@@ -155,6 +155,7 @@ class Stream(Record):
     bytes: int
     latency: float
     workspace_bytes: int
+    period: int
     shape: dict[str, Any]
 
 

@@ -150,6 +150,8 @@ class GpuExecutor:
             self._staging_host[offset : offset + size].copy_(inputs[name].view(-1).view(torch.uint8))
         if program.input_bytes:
             self._driver.copy_to_device(self._staging, self._staging_address, program.input_bytes)
+        if program.merged is not None:
+            program.merged.prepare()
         if program.graph is not None:
             self._driver.replay(program.graph)
         else:
@@ -227,7 +229,7 @@ class GpuExecutor:
     def time_graph(self, repeats: int) -> float:
         """Seconds per replay of the decode graph that ran last, without the host's share. RequestError if none did."""
         graph = None if self._latest is None else self._latest.graph
-        if graph is None:
+        if self._latest is None or graph is None:
             raise RequestError("no decode graph was captured yet", fix="run a few decode steps first")
         self._driver.activate()
         self._driver.synchronize()
@@ -235,7 +237,10 @@ class GpuExecutor:
         for _ in range(repeats):
             self._driver.replay(graph)
         self._driver.synchronize()
-        return (time.perf_counter() - started) / repeats
+        seconds = (time.perf_counter() - started) / repeats
+        if self._latest.merged is not None:
+            self._latest.merged.recover()  # replays that nobody counted
+        return seconds
 
     def _program(self, phase: str, inputs: Mapping[str, Tensor], symbols: Symbols) -> _Program:
         key = (phase, self.mono, self._merged_memory.records, tuple(sorted(symbols.items())))

@@ -48,20 +48,49 @@ class Merged:
             fix="load the artifact with mono='off', and report the schedule",
         )
 
+    def prepare(self) -> None:
+        """Nothing: the last program of a launch leaves the counters as the next one wants them."""
+
     def recover(self) -> None:
         """Nothing: a launch with a fault runs to its end, where the last program sets the counters back to zero."""
 
 
+@dataclass
+class Workspace:
+    """Memory of a streamed step on the device: zero at first, and again after every ``period`` launches."""
+
+    driver: Driver
+    address: int
+    size: int
+    period: int
+    launches: int = 0
+
+    def clear(self) -> None:
+        """Make it zero, in stream order."""
+        self.driver.fill_zero(self.address, self.size)
+        self.launches = 0
+
+    def count(self) -> None:
+        """One more launch is about to be queued."""
+        if self.launches >= self.period:
+            self.clear()
+        self.launches += 1
+
+
 @dataclass(frozen=True)
 class Streamed:
-    """The bound launch of a streamed step, as ``Merged``. ``clear`` makes its workspace zero."""
+    """The bound launch of a streamed step, as ``Merged``."""
 
     launches: range
     steps: tuple[Callable[[], None], ...]
     schedule: Schedule
-    fault: int
-    clear: Callable[[], None]
+    workspace: Workspace
     times: int = 0
+
+    @property
+    def fault(self) -> int:
+        """Where the watchdog reports: a code and a program."""
+        return self.workspace.address + 4 * FAULT_WORD
 
     def explain(self, code: int, found: int) -> ToolchainError:
         """The error for a wait in vain, from the code of the fault record and the program that it names."""
@@ -71,9 +100,13 @@ class Streamed:
             fix="load the artifact with mono='off', and report the schedule",
         )
 
+    def prepare(self) -> None:
+        """Before every launch, replayed ones too: the tags of its mailboxes must not come round."""
+        self.workspace.count()
+
     def recover(self) -> None:
         """Make the launch fit to run after a fault: the mailboxes hold words of a step that never ended."""
-        self.clear()
+        self.workspace.clear()
 
 
 def find_schedule(phase: Phase, symbols: Mapping[str, int], mono: str) -> Schedule | None:
@@ -101,7 +134,7 @@ class MergedMemory:
     records: bool = False
     _counters: dict[str, int] = field(default_factory=dict)
     _private: dict[int, int] = field(default_factory=dict)
-    _workspaces: dict[str, int] = field(default_factory=dict)
+    _workspaces: dict[str, Workspace] = field(default_factory=dict)
     _tables: dict[bytes, int] = field(default_factory=dict)
 
     def counters(self, schedule: Schedule) -> int:
@@ -113,12 +146,13 @@ class MergedMemory:
             self.driver.fill_zero(self._counters[key], size)
         return self._counters[key]
 
-    def workspace(self, stream: Stream) -> int:
-        """Memory of a streamed step, zero at first; the kernel counts its launches in it."""
+    def workspace(self, stream: Stream) -> Workspace:
+        """The workspace of a streamed step: one for each kernel, whatever its launches are bound to."""
         name = stream.record.kernel
         if name not in self._workspaces:
-            self._workspaces[name] = self.driver.allocate(stream.workspace_bytes)
-            self.driver.fill_zero(self._workspaces[name], stream.workspace_bytes)
+            address = self.driver.allocate(stream.workspace_bytes)
+            self._workspaces[name] = Workspace(self.driver, address, stream.workspace_bytes, stream.period)
+            self._workspaces[name].clear()
         return self._workspaces[name]
 
     def private(self, schedule: Schedule) -> int:
@@ -194,7 +228,7 @@ def bind_stream(
 ) -> Streamed:
     """Make the launch of a streamed step; see ``bind_schedule``."""
     workspace, driver = memory.workspace(stream), memory.driver
-    symbols = {"workspace": workspace}
+    symbols = {"workspace": workspace.address}
     values = [locate(a) if isinstance(a, View) else symbols.get(a) or sizes.number(a) for a in stream.record.arguments]
     packed = PackedArguments([*values, 0, 0])
     grid, threads = (stream.programs, 1, 1), binary.num_warps * binary.warp_size
@@ -202,6 +236,5 @@ def bind_stream(
         range(stream.last + 1),
         (lambda: driver.launch(function, grid, threads, binary.shared, packed.address, cooperative=True),),
         schedule,
-        workspace + 4 * FAULT_WORD,
-        lambda: driver.fill_zero(workspace, stream.workspace_bytes),
+        workspace,
     )

@@ -82,8 +82,8 @@ def emit_stream(shape: StepShape, architecture: Architecture) -> KernelSource:
     Parameters: stream (``pack_stream``), norms (``pack_norms``), embedding [vocabulary, hidden] or residual [tokens,
     hidden] bf16, table of RoPE [positions, head_dim] bf16 = [cos | sin], input_ids, positions, seq_lens int32 [tokens],
     slot_mapping int64 [tokens], block_table int32 [tokens, max_blocks], workspace int32 (``StepPlan.workspace``; zeros
-    before the first launch and after a fault), result bf16 [tokens, vocabulary or hidden], gains for nvfp4
-    (``pack_gains``), the layers' caches.
+    before the first launch, after a fault and every ``StepPlan.period`` launches), result bf16 [tokens, vocabulary or
+    hidden], gains for nvfp4 (``pack_gains``), the layers' caches.
 
     One token for each sequence, its position seq_lens - 1; rows from ``tokens`` on are computed as empty ones and not
     written. The launch needs ``StepPlan.shared_bytes`` of dynamic shared memory, all programs resident, and no other

@@ -114,6 +114,7 @@ def _describe(step: DecoderStep, shape: StepShape, offer: StreamOffer) -> Stream
         bytes=StepPlan(shape).stream_bytes,
         latency=LAYER_SECONDS[shape.max_tokens] * shape.layers,
         workspace_bytes=4 * StepPlan(shape).workspace["end"],
+        period=StepPlan(shape).period,
         shape={name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(shape).items()},
     )
 

@@ -240,6 +240,15 @@ class StepPlan:
         return places
 
     @cached_property
+    def period(self) -> int:
+        """Launches in which no tag comes twice: the workspace must be zero again before the next one.
+
+        A tag has 16 bits and counts layers. Words of attention's parts are left alone while contexts are short, so an
+        old one could be taken for the value of a step that has the same tag.
+        """
+        return 65535 // (self.shape.layers + 1)
+
+    @cached_property
     def trace_stamps(self) -> int:
         """Times of one program: ``TRACED`` for each layer, two for the head."""
         return len(TRACED) * (self.shape.end - self.shape.first) + 2

@@ -18,6 +18,7 @@ from mmcompile.core.stream import FAULT_WORD, drop_streams
 from mmcompile.driver import BuildOptions, build
 from mmcompile.driver.emulated_device import EmulatedDriver
 from mmcompile.driver.mono import prove_stream
+from mmcompile.driver.shorten import with_schedule
 from mmcompile.driver.targets import load_target
 from mmcompile.driver.verify_mono import MonoCase, compare_steps, list_cases, run_case, run_mode
 from mmcompile.emulate.memory import BASE
@@ -126,6 +127,20 @@ def test_a_streamed_step_is_one_cooperative_launch_on_a_workspace_that_is_zero_o
     assert not executor._driver.memory.data[first["result"] - BASE : first["result"] - BASE + 1000].any()
     with pytest.raises(Exception, match="no times of stages"):
         executor.read_stages()
+
+
+def test_the_workspace_is_zero_again_before_tags_come_round() -> None:
+    plan = make_plan()
+    schedule = plan.phases["decode"].schedules[0]
+    stream = schedule.stream
+    assert stream is not None and stream.period == 65535 // 2
+    short = schedule.model_copy(update={"stream": stream.model_copy(update={"period": 2})})
+    executor, driver = make_executor(with_schedule(plan, short))
+    counts = []
+    for _ in range(5):
+        run(executor)
+        counts.append(int(driver.words(driver.calls[0]["workspace"], 1)[0]))
+    assert counts == [1, 2, 1, 2, 1]
 
 
 def test_a_wait_in_vain_names_what_was_waited_for_and_the_workspace_is_zero_again() -> None:
