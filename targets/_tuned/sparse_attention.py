@@ -10,7 +10,14 @@ from mmcompile.core.formats.nvfp4_cache import SM90
 from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Parameter, Scratch
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
-from mmcompile.targets._kernels.common import kernel_name, need, next_power_of_two, pointer, symbol_parameters
+from mmcompile.targets._kernels.common import (
+    kernel_name,
+    need,
+    next_power_of_two,
+    pointer,
+    stage_warps,
+    symbol_parameters,
+)
 from mmcompile.targets._tuned import sparse_ptx
 from mmcompile.targets._tuned.sparse_lanes import tile_attend_lanes, tile_merge_lanes
 
@@ -105,6 +112,18 @@ def _assembly(call: OpCall, config: Config) -> dict[str, str]:
 _PARTIALS = (Parameter("partial", "*bf16", "scratch:partial"), Parameter("weights", "*fp32", "scratch:weights"))
 
 
+def fit_stage(config: Config, call: OpCall) -> Config:
+    """The cut for a stage of a merged kernel, which has a number of warps of its own: as many parts as in a launch.
+
+    Loads do not run ahead there: the registers that they take would decide how many programs of the whole step are
+    resident at once, and with what the walk over the stages holds they are more than there are.
+    """
+    warps = stage_warps(call, config.warps)
+    if "warps" not in call.attributes:
+        return config
+    return replace(config, warps=warps, splits=max(1, config.warps * config.splits // warps), ahead=False)
+
+
 def _emit_attend(call: OpCall, config: Config, architecture: Architecture) -> KernelSource:
     q, cache, blocks, table = (need(call, name) for name in ("q", "kv_cache", "blocks", "block_table"))
     (result,), kv_heads = call.results, int(cache.shape[1]) // 2
@@ -147,11 +166,13 @@ def _emit_merge(call: OpCall, config: Config, architecture: Architecture) -> Ker
 
 
 def _emit(config: Config, call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
+    config = fit_stage(config, call)
     attend = _emit_attend(call, config, architecture)
     return (attend,) if config.splits == 1 else (attend, _emit_merge(call, config, architecture))
 
 
 def _scratch(config: Config, call: OpCall, spec: TargetSpec) -> tuple[Scratch, ...]:
+    config = fit_stage(config, call)
     q = need(call, "q")
     rows = (q.shape[0], int(q.shape[1]) // GROUP, config.warps * config.splits, GROUP)
     return Scratch("partial", (*rows, HEAD_DIM), "bfloat16"), Scratch("weights", rows, "float32")
