@@ -11,8 +11,6 @@ bf16 cache where ours is NVFP4.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,8 +20,7 @@ from typing import Any
 import torch
 from _common import print_table
 from _gpu import measure_copy, time_graph
-from cuda.bindings import driver as cu
-from h200_linear import check, configure
+from _kit import Kit
 from torch import Tensor
 
 import mmcompile.core.ops  # noqa: F401
@@ -64,41 +61,6 @@ class Load:
             return scores + tokens * INDEX_HEADS * TOP_K * 4
         pages = min(TOP_K, blocks)
         return tokens * (KV_HEADS * pages * PAGE * 2 * HEAD_DIM * size + 2 * HEADS * HEAD_DIM * 2)
-
-
-class Kit:
-    """The compiled kernels: picks the entry as the plan would, and launches it on torch's stream."""
-
-    def __init__(self, folder: Path) -> None:
-        self._entries = json.loads((folder / "kit.json").read_text())
-        for entry in self._entries:
-            for launch in entry["launches"]:
-                launch["function"] = self._load(folder, launch)
-
-    @staticmethod
-    def _load(folder: Path, launch: dict[str, Any]) -> Any:
-        module = check(cu.cuModuleLoadData((folder / launch["file"]).read_bytes()))
-        function = check(cu.cuModuleGetFunction(module, launch["name"].encode()))
-        if launch["shared"] > 48 * 1024:
-            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(cu.cuFuncSetAttribute(function, attribute, launch["shared"]))
-        return function
-
-    def find(self, op: str, cache: str, tokens: int, portable: bool = False) -> dict[str, Any]:
-        """The first entry that admits so many tokens, with tuned kernels or without."""
-        return next(e for e in self._entries
-                    if (e["op"], e["cache"], e["portable"]) == (op, cache, portable)
-                    and (e["max_tokens"] or 1 << 30) >= tokens)  # fmt: skip
-
-    def run(self, entry: dict[str, Any], values: dict[str, Any], symbols: dict[str, int]) -> None:
-        """Queue the entry's launches; ``values``: tensors by what the launch passes."""
-        for launch in entry["launches"]:
-            given = [values.get(name, symbols.get(name)) for name in launch["arguments"]]
-            kinds = [ctypes.c_int32 if isinstance(a, int) else ctypes.c_void_p for a in given] + [ctypes.c_void_p] * 2
-            arguments = [a.data_ptr() if isinstance(a, Tensor) else a for a in given] + [0, 0]
-            grid, stream = [evaluate(e, symbols) for e in launch["grid"]], torch.cuda.current_stream().cuda_stream
-            configuration = configure(grid, 32 * launch["num_warps"], launch["shared"], stream, launch["early"])
-            check(cu.cuLaunchKernelEx(configuration, launch["function"], (tuple(arguments), tuple(kinds)), 0))
 
 
 def make_pool(cache: str, runs: int) -> Tensor:
@@ -249,7 +211,8 @@ class Bench:
 
     def measure(self, op: str, cache: str, load: Load) -> Iterator[list[object]]:
         """Rows of the table for one operation and size: hot, then cold."""
-        chosen, portable = (self.kit.find(op, cache, load.symbols["tokens"], p) for p in (False, True))
+        chosen, portable = (self.kit.find(load.symbols["tokens"], portable=p, op=op, cache=cache)
+                            for p in (False, True))  # fmt: skip
         moved = load.count_bytes(op, CACHES[cache])
         pages = len(self.pools[cache][0 if op == "paged_index_score" else 1])
         for temperature in ("hot", "cold"):

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from _common import print_table
 from _gpu import measure_copy, time_graph
-from h200_msa import HEAD_DIM, HEADS, INDEX_HEADS, KV_HEADS, PAGE, Kit, make_pool
+from _kit import Kit
+from h200_msa import HEAD_DIM, HEADS, INDEX_HEADS, KV_HEADS, PAGE, make_pool
 from torch import Tensor
 
 import mmcompile.core.ops  # noqa: F401
@@ -124,7 +125,7 @@ class Bench:
 
     def time(self, ops: tuple[str, ...], cache: str, tokens: int, sets: list[dict[str, Tensor]]) -> float:
         """Microseconds of the operations one after the other."""
-        entries = [self.kit.find(op, cache, tokens) for op in ops]
+        entries = [self.kit.find(tokens, op=op, cache=cache) for op in ops]
         owned = [self.allocate(entry, tokens, cache) for entry in entries]
         if ops[0] == "linear":
             owned[0]["result"] = torch.empty(tokens, ROWS * HEAD_DIM, dtype=torch.bfloat16, device="cuda")

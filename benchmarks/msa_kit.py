@@ -6,28 +6,19 @@ python benchmarks/msa_kit.py -o kit [--steps attend insert] [--cache nvfp4]
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _kit_build import operand, write_kit
+
 from mmcompile.core.formats.nvfp4_cache import SM90, SM90_INDEX
-from mmcompile.core.kernel import KernelSource, OpCall, Operand
-from mmcompile.lower.select import Selector
-from mmcompile.targets._toolchain import CompileJob, compile_many
-from mmcompile.targets.sm90 import TARGET
+from mmcompile.core.kernel import OpCall, Operand
 
 HEADS, KV_HEADS, INDEX_HEADS, HEAD_DIM, PAGE, TOP_K, HIDDEN, ROTARY = 64, 4, 4, 128, 128, 16, 6144, 64
 CACHES = ("bfloat16", "float8_e4m3fn", "nvfp4")
 ROWS = HEADS + 2 * KV_HEADS + INDEX_HEADS + 1
 LARGEST = {"attend": 512, "insert": 8192}
-
-
-def operand(*shape: int | str, dtype: str = "bfloat16") -> Operand:
-    """A contiguous operand; only its first dimension may be a symbol."""
-    inner = [math.prod(int(n) for n in shape[d + 1 :]) for d in range(len(shape))]
-    return Operand(shape, tuple(inner), dtype)
 
 
 def describe_caches(cache: str) -> tuple[Operand, Operand, dict[str, str], dict[str, str]]:
@@ -87,44 +78,15 @@ def describe_insertion(cache: str) -> list[OpCall]:
 STEPS: dict[str, Callable[[str], list[OpCall]]] = {"attend": describe_attention, "insert": describe_insertion}
 
 
-def compile_launches(sources: list[KernelSource], out: Path) -> list[dict[str, Any]]:
-    """Compile and write the binaries; what a launch needs to know of each."""
-    launches = []
-    jobs = [CompileJob(source, TARGET.spec.architectures[0], TARGET.spec) for source in sources]
-    for source, compiled in zip(sources, compile_many(jobs), strict=True):
-        launch = {"grid": source.grid, "arguments": [p.value for p in source.parameters]}
-        launch |= {key: compiled.metadata[key] for key in ("name", "shared", "num_warps", "registers", "spills")}
-        launch["early"] = "griddepcontrol.wait" in compiled.metadata["ledger"]
-        launch["file"] = f"{compiled.source.name}_{compiled.source.digest[:8]}.cubin"
-        (out / str(launch["file"])).write_bytes(compiled.binary)
-        launches.append(launch)
-    return launches
-
-
 def main() -> None:
-    """Compile and write kit.json and the cubins. Entries with "portable" are what --portable would choose."""
+    """Compile and write the kit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", type=Path, required=True)
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--cache", nargs="+", choices=CACHES, default=CACHES)
     arguments = parser.parse_args()
-    arguments.o.mkdir(parents=True, exist_ok=True)
-    entries, sources = [], []
-    for portable in (False, True):
-        selector = Selector(TARGET.spec, TARGET.kernels, portable)
-        for step, cache, call in ((s, c, o) for s in arguments.steps for c in arguments.cache for o in STEPS[s](c)):
-            chosen, reason = selector.select(call, LARGEST[step])
-            assert chosen, reason
-            for choice in chosen:
-                scratch = [{"name": s.name, "shape": s.shape, "dtype": s.dtype} for s in choice.scratch]
-                entries.append({"op": call.op, "cache": cache, "template": choice.template, "portable": portable,
-                                "max_tokens": choice.max_tokens, "scratch": scratch,
-                                "launches": len(choice.sources)})  # fmt: skip
-                sources += choice.sources
-    launches = compile_launches(sources, arguments.o)
-    for entry in entries:
-        entry["launches"], launches = launches[: entry["launches"]], launches[entry["launches"] :]
-    (arguments.o / "kit.json").write_text(json.dumps(entries, indent=1))
+    write_kit(arguments.o, (({"cache": cache}, call, LARGEST[step])
+                            for step in arguments.steps for cache in arguments.cache for call in STEPS[step](cache)))
 
 
 if __name__ == "__main__":
