@@ -138,8 +138,10 @@ class EmulatorRunner:
     sampling = (64, 12)
     guard = 0
 
-    def __init__(self, assemblies: Mapping[str, Assembly]) -> None:
+    def __init__(self, assemblies: Mapping[str, Assembly], seed: int | None = None) -> None:
+        """seed: every warp runs on its own, in an order that follows from it."""
         self._assemblies = assemblies
+        self._seed = seed
         self._runs = 0
         self.reports: dict[str, Report] = {}
 
@@ -168,7 +170,8 @@ class EmulatorRunner:
             values.append(memory.register(empty, f"{name} scratch", known=False) if size else 0)
         launch = Launch(
             assembly.text, binary.symbol, grid, binary.num_warps * binary.warp_size, binary.shared, values, memory,
-            programs, late=self._runs % 2 == 0, check_races=True, seed=self._runs,
+            programs, schedule="program" if self._seed is None else "warp", late=self._runs % 2 == 0,
+            check_races=True, seed=self._runs if self._seed is None else self._seed,
         )  # fmt: skip
         self._runs += 1
         try:

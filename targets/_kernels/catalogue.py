@@ -25,7 +25,7 @@ from mmcompile.targets._kernels import (
     swiglu,
     two_step,
 )
-from mmcompile.targets._tuned import linear_fragments, linear_mfma, moe_fragments, qkv_lanes
+from mmcompile.targets._tuned import linear_fragments, linear_mfma, moe_fragments, qkv_lanes, sparse_plain
 from mmcompile.targets._tuned import sparse_attention as tuned_sparse_attention
 from mmcompile.targets._tuned import sparse_index as tuned_sparse_index
 
@@ -37,6 +37,7 @@ _TEMPLATES: tuple[KernelTemplate, ...] = (
     *qkv_lanes.TEMPLATES,
     *moe_fragments.TEMPLATES,
     *tuned_sparse_attention.TEMPLATES,
+    *sparse_plain.TEMPLATES,
     *tuned_sparse_index.TEMPLATES,
     *norm.TEMPLATES,
     *linear.TEMPLATES,

@@ -1,16 +1,19 @@
-"""Tuned block-sparse decode attention over NVFP4 pages in lane order, for Hopper."""
+"""Tuned block-sparse decode attention for Hopper: over NVFP4 pages in lane order, and what other pages share."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from mmcompile.core.formats.nvfp4_cache import SM90
 from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall, Parameter, Scratch
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels.common import (
+    ELEMENT_SIZES,
     kernel_name,
     need,
     next_power_of_two,
@@ -51,12 +54,11 @@ CONFIGS = (
 """(largest token count, the fastest of up to ten cuts on an H200 there)."""
 
 
-def _refuse(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
-    missing = sorted(sparse_ptx.FEATURES - architecture.features)
+def refuse_operands(call: OpCall, architecture: Architecture, features: frozenset[str]) -> str | None:
+    """A reason that holds for pages of every kind: the architecture, the phase, dtypes, what is not a number."""
+    missing = sorted(features - architecture.features)
     if missing:
         return f"{architecture.name} lacks {missing[0]}"
-    if call.attributes.get("layout") != SM90 or need(call, "kv_cache").dtype != "uint8":
-        return f"the cache is not in the layout {SM90!r}"
     if call.attributes.get("phase", "decode") != "decode":
         return "for the decode phase"
     q, cache, blocks = need(call, "q"), need(call, "kv_cache"), need(call, "blocks")
@@ -68,16 +70,12 @@ def _refuse(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str |
     fixed = (*q.shape[1:], *q.strides, *cache.shape[1:], *cache.strides, *blocks.shape[1:], *blocks.strides)
     if not all(isinstance(n, int) for n in fixed):
         return "the sizes and strides of q, kv_cache and blocks must be numbers"
-    return _refuse_sizes(call)
+    return None
 
 
-def _refuse_sizes(call: OpCall) -> str | None:
-    q, cache, blocks = need(call, "q"), need(call, "kv_cache"), need(call, "blocks")
-    kv_heads = int(cache.shape[1]) // 2
-    if tuple(cache.shape[2:]) != (PAGE_SIZE, 72) or tuple(cache.strides[1:]) != (_RUN_BYTES, 72, 1):
-        return "pages of the cache are not 128 rows of 72 bytes, one run after the other"
-    if int(cache.strides[0]) % 16:
-        return "pages of the cache do not begin at multiples of 16 bytes"
+def refuse_heads(call: OpCall, kv_heads: int) -> str | None:
+    """A reason that holds for pages of every kind: heads, rows of q, selections."""
+    q, blocks = need(call, "q"), need(call, "blocks")
     if q.shape[2] != HEAD_DIM or int(q.shape[1]) != GROUP * kv_heads:
         return f"q has {q.shape[1]} heads of {q.shape[2]}, not {GROUP} of {HEAD_DIM} for each of {kv_heads} KV heads"
     if int(q.strides[0]) % 8 or int(q.strides[1]) % 8 or q.strides[2] != 1:
@@ -87,29 +85,16 @@ def _refuse_sizes(call: OpCall) -> str | None:
     return None
 
 
-def _assembly(call: OpCall, config: Config) -> dict[str, str]:
-    """The inline assembly, by the parameter of the tile that takes it."""
-    factor = float(call.attributes["scale"]) * math.log2(math.e) * _DECODED
-    turns = -(-4 * LARGEST_SELECTION // (config.warps * config.splits))
-    # weights up to 2^shift times values up to 10.5 (2688 / 256), summed over the tokens of a warp, stay below 65504
-    shift = int(math.log2(65504 / (10.5 * 32 * turns)))
-    texts = {
-        "SCALE_QUERY": [sparse_ptx.scale_query(factor)],
-        "SHUFFLE": [sparse_ptx.shuffle()],
-        "HOLD": [sparse_ptx.hold_loads()],
-        "SPLIT_SCALES": [sparse_ptx.split_scales()],
-        "SCORE_TILES": [sparse_ptx.score_tiles(0), sparse_ptx.score_tiles(2)],
-        "UPDATE_SOFTMAX": [sparse_ptx.update_softmax(shift)],
-        "DECAY_SUMS": [sparse_ptx.decay_sums()],
-        "ADD_VALUES": [sparse_ptx.add_values(half, quarter) for half in range(2) for quarter in range(4)],
-        "SUM_QUADS": [sparse_ptx.sum_quads()],
-        "STORE_ROWS": [sparse_ptx.store_rows(0), sparse_ptx.store_rows(1)],
-        "STORE_WEIGHT": [sparse_ptx.store_weight()],
-    }
-    return {name: sparse_ptx.as_constant(*parts) for name, parts in texts.items()}
-
-
-_PARTIALS = (Parameter("partial", "*bf16", "scratch:partial"), Parameter("weights", "*fp32", "scratch:weights"))
+def _refuse(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
+    cache = need(call, "kv_cache")
+    if call.attributes.get("layout") != SM90 or cache.dtype != "uint8":
+        return f"the cache is not in the layout {SM90!r}"
+    reason = refuse_operands(call, architecture, sparse_ptx.FEATURES)
+    if reason is None and (tuple(cache.shape[2:]), tuple(cache.strides[1:])) != ((PAGE_SIZE, 72), (_RUN_BYTES, 72, 1)):
+        reason = "pages of the cache are not 128 rows of 72 bytes, one run after the other"
+    if reason is None and int(cache.strides[0]) % 16:
+        reason = "pages of the cache do not begin at multiples of 16 bytes"
+    return reason or refuse_heads(call, int(cache.shape[1]) // 2)
 
 
 def fit_stage(config: Config, call: OpCall) -> Config:
@@ -124,20 +109,80 @@ def fit_stage(config: Config, call: OpCall) -> Config:
     return replace(config, warps=warps, splits=max(1, config.warps * config.splits // warps), ahead=False)
 
 
-def _emit_attend(call: OpCall, config: Config, architecture: Architecture) -> KernelSource:
+def _assemble(call: OpCall, config: Config) -> dict[str, list[sparse_ptx.Text]]:
+    factor = float(call.attributes["scale"]) * math.log2(math.e) * _DECODED
+    turns = -(-4 * LARGEST_SELECTION // (config.warps * config.splits))
+    # weights up to 2^shift times values up to 10.5 (2688 / 256), summed over the tokens of a warp, stay below 65504
+    shift = int(math.log2(65504 / (10.5 * 32 * turns)))
+    return {
+        "SCALE_QUERY": [sparse_ptx.scale_query(factor)],
+        "SPLIT_SCALES": [sparse_ptx.split_scales()],
+        "SCORE_TILES": [sparse_ptx.score_tiles(0), sparse_ptx.score_tiles(2)],
+        "UPDATE_SOFTMAX": [sparse_ptx.update_softmax(shift)],
+        "DECAY_SUMS": [sparse_ptx.decay_sums()],
+        "ADD_VALUES": [sparse_ptx.add_values(half, quarter) for half in range(2) for quarter in range(4)],
+        "STORE_ROWS": [sparse_ptx.store_rows(0), sparse_ptx.store_rows(1)],
+    }
+
+
+@dataclass(frozen=True)
+class Form:
+    """What reads pages of one kind.
+
+    Attributes:
+        name: in the names of kernels. title: of the pages. steps: steps a page.
+        loads: operands of 16 bytes a lane that hold the keys of 8 tokens.
+        runs: runs of the cache's second dimension a KV head.
+        assemble: inline assembly by the parameter of the tile that takes it; [] for None.
+        functions: replace those of sparse_lanes that have their names.
+    """
+
+    name: str
+    title: str
+    steps: int
+    loads: int
+    runs: int
+    assemble: Callable[[OpCall, Config], dict[str, list[sparse_ptx.Text]]]
+    ledger: dict[str, bool]
+    functions: tuple[Any, ...] = ()
+
+
+NVFP4 = Form("nvfp4", "NVFP4 pages in lane order", 4, 1, 2, _assemble,
+             {"HMMA.16816.F32": True, "HMMA.16816.F16": True})  # fmt: skip
+
+
+def _list_assembly(form: Form, call: OpCall, config: Config) -> dict[str, str]:
+    """The inline assembly as constants, in the order of the tile's parameters."""
+    texts = form.assemble(call, config) | {
+        "SHUFFLE": [sparse_ptx.shuffle()],
+        "HOLD": [sparse_ptx.hold_loads()],
+        "SUM_QUADS": [sparse_ptx.sum_quads()],
+        "STORE_WEIGHT": [sparse_ptx.store_weight()],
+    }
+    names = ("SCALE_QUERY", "SHUFFLE", "HOLD", "SPLIT_SCALES", "SCORE_TILES", "UPDATE_SOFTMAX", "DECAY_SUMS",
+             "ADD_VALUES", "SUM_QUADS", "STORE_ROWS", "STORE_WEIGHT")  # fmt: skip
+    return {name: sparse_ptx.as_constant(*texts[name]) if texts[name] else "None" for name in names}
+
+
+_PARTIALS = (Parameter("partial", "*bf16", "scratch:partial"), Parameter("weights", "*fp32", "scratch:weights"))
+
+
+def _emit_attend(form: Form, call: OpCall, config: Config, architecture: Architecture) -> KernelSource:
     q, cache, blocks, table = (need(call, name) for name in ("q", "kv_cache", "blocks", "block_table"))
-    (result,), kv_heads = call.results, int(cache.shape[1]) // 2
+    (result,), kv_heads = call.results, int(cache.shape[1]) // form.runs
+    page, head, row = (int(stride) * ELEMENT_SIZES[cache.dtype] // 4 for stride in cache.strides[:3])
     constants = {
-        "Q_STRIDE": q.strides[0], "Q_HEAD_STRIDE": q.strides[1], "PAGE_WORDS": int(cache.strides[0]) // 4,
+        "Q_STRIDE": q.strides[0], "Q_HEAD_STRIDE": q.strides[1], "PAGE_WORDS": page,
+        "HEAD_WORDS": head * form.runs, "ROW_WORDS": row, "STEPS": form.steps, "LOADS": form.loads,
         "CHOSEN_STRIDE": blocks.strides[0], "SELECTION_STRIDE": blocks.strides[1], "COUNT": int(blocks.shape[2]),
         "SHARING": kv_heads // int(blocks.shape[1]), "KV_HEADS": kv_heads, "SPLITS": config.splits,
         "WARPS": config.warps, "AHEAD": config.ahead, "OWNERS": OWNERS,
-    } | _assembly(call, config)  # fmt: skip
+    } | _list_assembly(form, call, config)  # fmt: skip
     inputs = [pointer(n, need(call, n)) for n in ("q", "kv_cache", "blocks", "block_table", "seq_lens", "query_start")]
     source = emit_kernel(
-        name=kernel_name("block_sparse_attention_lanes_nvfp4", f"{q.shape[1]}x{kv_heads}x{HEAD_DIM}",
+        name=kernel_name(f"block_sparse_attention_lanes_{form.name}", f"{q.shape[1]}x{kv_heads}x{HEAD_DIM}",
                          f"{blocks.shape[2]}pages", f"warps{config.warps}", f"split{config.splits}"),
-        title="Block-sparse attention over NVFP4 pages in lane order: one part of the blocks of one token and KV head.",
+        title=f"Block-sparse attention over {form.title}: one part of the blocks of one token and KV head.",
         tiles=[tile_attend_lanes], constants=constants,
         parameters=[*inputs, pointer("result", result), *_PARTIALS,
                     *symbol_parameters("batch", q.shape[0], table.strides[0])],
@@ -147,7 +192,7 @@ def _emit_attend(call: OpCall, config: Config, architecture: Architecture) -> Ke
                               result, partial, weights, {", ".join(constants)})
         """,
         grid=(f"{kv_heads}*{q.shape[0]}", str(config.splits), "1"), num_warps=config.warps, num_stages=1,
-        early=architecture, ledger={"HMMA.16816.F32": True, "HMMA.16816.F16": True},
+        early=architecture, ledger=form.ledger, intrinsics={f.fn.__name__: f for f in form.functions},
     )  # fmt: skip
     return replace(source, lanes=True, max_registers=config.max_registers)
 
@@ -165,9 +210,11 @@ def _emit_merge(call: OpCall, config: Config, architecture: Architecture) -> Ker
     )
 
 
-def _emit(config: Config, call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
+def _emit(
+    form: Form, config: Config, call: OpCall, spec: TargetSpec, architecture: Architecture
+) -> tuple[KernelSource, ...]:
     config = fit_stage(config, call)
-    attend = _emit_attend(call, config, architecture)
+    attend = _emit_attend(form, call, config, architecture)
     return (attend,) if config.splits == 1 else (attend, _emit_merge(call, config, architecture))
 
 
@@ -178,8 +225,19 @@ def _scratch(config: Config, call: OpCall, spec: TargetSpec) -> tuple[Scratch, .
     return Scratch("partial", (*rows, HEAD_DIM), "bfloat16"), Scratch("weights", rows, "float32")
 
 
-TEMPLATES = tuple(
-    KernelTemplate(f"paged_block_sparse_attention_lanes{tokens or ''}", "paged_block_sparse_attention", _refuse,
-                   partial(_emit, config), partial(_scratch, config), max_tokens=tokens, grade="tuned")
-    for tokens, config in CONFIGS
-)  # fmt: skip
+def make_templates(
+    form: Form,
+    configs: tuple[tuple[int | None, Config], ...],
+    refuse: Callable[[OpCall, TargetSpec, Architecture], str | None],
+) -> tuple[KernelTemplate, ...]:
+    """A template for each of the configurations, (largest token count, cut)."""
+    suffix = "" if form is NVFP4 else f"_{form.name}"
+    return tuple(
+        KernelTemplate(f"paged_block_sparse_attention_lanes{suffix}{tokens or ''}", "paged_block_sparse_attention",
+                       refuse, partial(_emit, form, config), partial(_scratch, config), max_tokens=tokens,
+                       grade="tuned")
+        for tokens, config in configs
+    )  # fmt: skip
+
+
+TEMPLATES = make_templates(NVFP4, CONFIGS, _refuse)

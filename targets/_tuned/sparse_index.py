@@ -13,7 +13,8 @@ from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels.common import kernel_name, need, pointer, symbol_parameters
 from mmcompile.targets._kernels.sparse_common import load_span
-from mmcompile.targets._tuned import sparse_ptx
+from mmcompile.targets._tuned import sparse_ptx, sparse_wide_ptx
+from mmcompile.targets._tuned.sparse_index_wide import score_blocks_wide
 
 HEAD_DIM, PAGE_SIZE, PAGE_BYTES = 128, 128, 9216
 WARPS = 4
@@ -105,7 +106,8 @@ def tile_score_lanes(sequence, program, programs, index_q, index_cache, block_ta
                      PAGE_WORDS: tl.constexpr, HEADS: tl.constexpr, WARPS: tl.constexpr, MOST_PAGES: tl.constexpr,
                      RESIDENT: tl.constexpr, SCALE_QUERY: tl.constexpr, SHUFFLE: tl.constexpr, HOLD: tl.constexpr,
                      SCORE_FEW: tl.constexpr, SCORE_MANY: tl.constexpr, STORE_FEW: tl.constexpr,
-                     STORE_MANY: tl.constexpr):
+                     STORE_MANY: tl.constexpr, BASE: tl.constexpr, STORE_COLUMNS: tl.constexpr,
+                     SCORE_WHOLE: tl.constexpr, SCORE_PART: tl.constexpr):
     """All new tokens of one sequence against its blocks; sequence ``batch`` = the rows that nobody owns.
 
     A warp takes as many pages at once as fill the device once, up to MOST_PAGES; the ``programs`` of a sequence take
@@ -125,6 +127,11 @@ def tile_score_lanes(sequence, program, programs, index_q, index_cache, block_ta
         if queries * HEADS <= 8:
             score_blocks(0, begin, queries, length, start, turns, used, ids, words, pages, result, blocks, Q_STRIDE,
                          Q_HEAD_STRIDE, PAGE_WORDS, HEADS, WARPS, 1, SCALE_QUERY, SHUFFLE, HOLD, SCORE_FEW, STORE_FEW)
+        elif SCORE_MANY is None:
+            for first in range(0, queries, 32 // HEADS):
+                score_blocks_wide(first, begin, queries, length, start, turns, used, ids, words, pages, result, blocks,
+                                  Q_STRIDE, Q_HEAD_STRIDE, PAGE_WORDS, HEADS, SCALE_QUERY, SHUFFLE, HOLD, STORE_MANY,
+                                  BASE, STORE_COLUMNS, SCORE_WHOLE, SCORE_PART)
         else:
             for first in range(0, queries, 16 // HEADS):
                 score_blocks(first, begin, queries, length, start, turns, used, ids, words, pages, result, blocks,
@@ -164,10 +171,22 @@ def _refuse(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str |
     return None
 
 
+def _wide_assembly(heads: int, wide: bool) -> dict[str, str]:
+    """The inline assembly of wgmma, by the parameter of the tile that takes it."""
+    names = ("BASE", "STORE_COLUMNS", "SCORE_WHOLE", "SCORE_PART")
+    if not wide:
+        return dict.fromkeys(names, "None")
+    whole, part = ([sparse_wide_ptx.score_keys(pair, heads, kind) for pair in range(8)] for kind in (True, False))
+    texts = ([sparse_wide_ptx.base_address()], [sparse_wide_ptx.store_columns()], whole, part)
+    return {name: sparse_ptx.as_constant(*text) for name, text in zip(names, texts, strict=True)}
+
+
 def _emit(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
     q, cache, table = need(call, "index_q"), need(call, "index_cache"), need(call, "block_table")
     (result,) = call.results
     tokens, heads, blocks, resident = q.shape[0], int(q.shape[1]), result.shape[2], WARPS_RESIDENT * spec.units
+    # A merged kernel has its own warps and shared memory.
+    wide = "warps" not in call.attributes and architecture.features >= sparse_wide_ptx.FEATURES
     constants = {
         "Q_STRIDE": q.strides[0], "Q_HEAD_STRIDE": q.strides[1], "PAGE_WORDS": int(cache.strides[0]) // 4,
         "HEADS": heads, "WARPS": WARPS, "MOST_PAGES": MOST_PAGES,
@@ -176,10 +195,11 @@ def _emit(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[K
         "SHUFFLE": sparse_ptx.as_constant(sparse_ptx.shuffle()),
         "HOLD": sparse_ptx.as_constant(sparse_ptx.hold_loads()),
         "SCORE_FEW": sparse_ptx.as_constant(*(sparse_ptx.score_keys(pair, 1, heads) for pair in range(8))),
-        "SCORE_MANY": sparse_ptx.as_constant(*(sparse_ptx.score_keys(pair, 2, heads) for pair in range(8))),
+        "SCORE_MANY": "None" if wide else sparse_ptx.as_constant(
+            *(sparse_ptx.score_keys(pair, 2, heads) for pair in range(8))),
         "STORE_FEW": sparse_ptx.as_constant(sparse_ptx.store_largest(1)),
         "STORE_MANY": sparse_ptx.as_constant(sparse_ptx.store_largest(2)),
-    }  # fmt: skip
+    } | _wide_assembly(heads, wide)  # fmt: skip
     # The second dimension of the grid, which a stage of a merged kernel cannot ask the hardware for.
     per_turn = f"{WARPS} * max(cdiv({blocks} * batch, {WAVES * resident}), 1)"
     programs = f"tl.cdiv({blocks}, {per_turn})".replace("max(cdiv", "tl.maximum(tl.cdiv")
@@ -197,9 +217,13 @@ def _emit(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[K
                              {", ".join(constants)})
         """,
         grid=("batch + 1", f"cdiv({blocks}, {per_turn})", "1"),
-        num_warps=WARPS, num_stages=1, early=architecture, ledger={"HMMA.16816.F32": True},
+        num_warps=WARPS, num_stages=1, early=architecture,
+        ledger={"HMMA.16816.F32": True} | ({"HGMMA.64x32x16": True} if wide else {}),
     )  # fmt: skip
-    return (replace(source, lanes=True),)
+    if not wide:
+        return (replace(source, lanes=True),)
+    end = sparse_wide_ptx.PLACE + sparse_wide_ptx.SHARED
+    return (replace(source, lanes=True, private_shared=(sparse_wide_ptx.PLACE, end), parts=None),)
 
 
 TEMPLATES = (

@@ -1,7 +1,7 @@
 """Tiles of the tuned block-sparse attention: one token, the 16 heads of one KV head, NVFP4 pages in lane order.
 
-Every warp walks over steps of 32 tokens of its own, with its own softmax, and writes its own partial result; tensors
-[32 * WARPS, 4] give every lane four registers.
+Every warp walks over steps of tokens of its own, with its own softmax, and writes its own partial result; tensors
+[32 * WARPS, 4] give every lane four registers. For plain pages sparse_plain replaces what reads a step.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ def list_entries(block, lane, own, table, COUNT: tl.constexpr):
 
 
 @triton.jit
-def take_step(entries, index, SHUFFLE: tl.constexpr):
-    """The entry that step ``index`` [n] of all lies in, four steps an entry, and its number there."""
-    return tl.inline_asm_elementwise(SHUFFLE[0], SHUFFLE[1], [entries, index // 4], tl.int32, True, 1), index % 4
+def take_step(entries, index, STEPS: tl.constexpr, SHUFFLE: tl.constexpr):
+    """The entry that step ``index`` [n] of all lies in, STEPS steps an entry, and its number there."""
+    entry = tl.inline_asm_elementwise(SHUFFLE[0], SHUFFLE[1], [entries, index // STEPS], tl.int32, True, 1)
+    return entry, index % STEPS
 
 
 @triton.jit
-def load_step(pages, entry, step, own_words, PAGE_WORDS: tl.constexpr):
+def load_step(pages, entry, step, lane, column, PAGE_WORDS: tl.constexpr, ROW_WORDS: tl.constexpr,
+              LOADS: tl.constexpr):
     """Words of 32 tokens: four tiles of K, four of V, scales; ``entry`` [n] holds page << 8 | visible tokens."""
-    start = pages + (entry >> 8).to(tl.int64)[:, None] * PAGE_WORDS + own_words
+    start = pages + (entry >> 8).to(tl.int64)[:, None] * PAGE_WORDS + (lane[:, None] * 4 + column[None, :])
     codes = start + step[:, None] * 512
     keys = (tl.load(codes, eviction_policy="evict_first"), tl.load(codes + 128, eviction_policy="evict_first"),
             tl.load(codes + 256, eviction_policy="evict_first"), tl.load(codes + 384, eviction_policy="evict_first"))
@@ -78,9 +80,9 @@ def add_values(first, second, scales, weights, even, odd, PTX: tl.constexpr, CHO
 
 
 @triton.jit
-def attend_step(query, keys, values, scales, visible, start, state, sums, SPLIT_SCALES: tl.constexpr,
-                SCORE_TILES: tl.constexpr, UPDATE_SOFTMAX: tl.constexpr, DECAY_SUMS: tl.constexpr,
-                ADD_VALUES: tl.constexpr):
+def attend_step(query, keys, values, scales, visible, start, state, sums, LOADS: tl.constexpr,
+                SPLIT_SCALES: tl.constexpr, SCORE_TILES: tl.constexpr, UPDATE_SOFTMAX: tl.constexpr,
+                DECAY_SUMS: tl.constexpr, ADD_VALUES: tl.constexpr):
     """One step of 32 tokens of which ``visible`` (in every register) are: the softmax state and the sums after it."""
     of_keys, of_values = tl.inline_asm_elementwise(
         SPLIT_SCALES[0], SPLIT_SCALES[1], [scales, visible], (tl.int32, tl.int32), True, 4)
@@ -101,9 +103,9 @@ def attend_step(query, keys, values, scales, visible, start, state, sums, SPLIT_
 
 
 @triton.jit
-def load_query(row, kv_head, group, place, Q_HEAD_STRIDE: tl.constexpr, SCALE_QUERY: tl.constexpr):
+def load_query(row, kv_head, group, quad, column, Q_HEAD_STRIDE: tl.constexpr, SCALE_QUERY: tl.constexpr):
     """The A fragments of the 16 heads: words (u, j, head half), scaled, as f16; ``row``: the token's words."""
-    words = ()
+    words, place = (), quad[:, None] * 8 + column[None, :]
     for part in tl.static_range(8):
         head = kv_head * 16 + group + 8 * (part % 2)
         word = tl.load(row + head[:, None] * (Q_HEAD_STRIDE // 2) + place + (32 * (part // 4) + 4 * (part // 2 % 2)))
@@ -116,6 +118,20 @@ def store_rows(a, b, c, d, state, place, PTX: tl.constexpr, CHOICE: tl.constexpr
     """Store half of the sums over their weights."""
     tl.inline_asm_elementwise(
         PTX[2 * CHOICE], PTX[2 * CHOICE + 1], [a, b, c, d, state, place], tl.int32, False, 4)
+
+
+@triton.jit
+def start_sums(zero):
+    """Sums of nothing; ``zero`` int32 in all registers."""
+    return (zero, zero, zero, zero, zero, zero, zero, zero)
+
+
+@triton.jit
+def store_sums(sums, state, rows, quad, column, LOADS: tl.constexpr, STORE_ROWS: tl.constexpr):
+    """Store the sums over their weights; ``rows`` [n, 4]: where the rows of heads g, g, g + 8, g + 8 begin."""
+    place = (rows + quad[:, None] * 32 + 16 * (column % 2)[None, :]).to(tl.int64)
+    store_rows(sums[0], sums[1], sums[2], sums[3], state, place, STORE_ROWS, 0)
+    store_rows(sums[4], sums[5], sums[6], sums[7], state, place, STORE_ROWS, 1)
 
 
 @triton.jit
@@ -141,7 +157,9 @@ def merge_parts(row, partial, weights, result, PARTS: tl.constexpr):
 @triton.jit
 def tile_attend_lanes(token, kv_head, split, q, kv_cache, blocks, block_table, table_stride, seq_lens, query_start,
                       batch, tokens, result, partial, weights, Q_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr,
-                      PAGE_WORDS: tl.constexpr, CHOSEN_STRIDE: tl.constexpr, SELECTION_STRIDE: tl.constexpr,
+                      PAGE_WORDS: tl.constexpr, HEAD_WORDS: tl.constexpr, ROW_WORDS: tl.constexpr,
+                      STEPS: tl.constexpr, LOADS: tl.constexpr, CHOSEN_STRIDE: tl.constexpr,
+                      SELECTION_STRIDE: tl.constexpr,
                       COUNT: tl.constexpr, SHARING: tl.constexpr, KV_HEADS: tl.constexpr, SPLITS: tl.constexpr,
                       WARPS: tl.constexpr, AHEAD: tl.constexpr, OWNERS: tl.constexpr, SCALE_QUERY: tl.constexpr,
                       SHUFFLE: tl.constexpr, HOLD: tl.constexpr, SPLIT_SCALES: tl.constexpr,
@@ -157,47 +175,44 @@ def tile_attend_lanes(token, kv_head, split, q, kv_cache, blocks, block_table, t
     thread, column = tl.arange(0, 32 * WARPS), tl.arange(0, 4)
     lane, warp = thread % 32, thread // 32
     group, quad = lane // 4, lane % 4
-    own_words = lane[:, None] * 4 + column[None, :]
     # what needs no sequence is loaded in front of the branch that finds it
     chosen = blocks + token.to(tl.int64) * CHOSEN_STRIDE + kv_head // SHARING * SELECTION_STRIDE
     block = tl.load(chosen + lane, mask=lane < COUNT, other=-1)
     row = q.to(tl.pointer_type(tl.int32), bitcast=True) + token.to(tl.int64) * (Q_STRIDE // 2)
-    quad_words = quad[:, None] * 8 + column[None, :]
-    query = load_query(row, kv_head, group, quad_words, Q_HEAD_STRIDE, SCALE_QUERY)
+    query = load_query(row, kv_head, group, quad, column, Q_HEAD_STRIDE, SCALE_QUERY)
     sequence, own = find_place(token, tokens, query_start, seq_lens, batch, OWNERS)
     entries, count = list_entries(block, lane, own, block_table + sequence.to(tl.int64) * table_stride, COUNT)
-    pages = kv_cache.to(tl.pointer_type(tl.int32), bitcast=True) + kv_head * 4608
-    rounds = (count * 4 + WARPS - 1) // WARPS
+    pages = kv_cache.to(tl.pointer_type(tl.int32), bitcast=True) + kv_head * HEAD_WORDS
+    rounds = (count * STEPS + WARPS - 1) // WARPS
     first, last = split * rounds // SPLITS, (split + 1) * rounds // SPLITS
     zero = tl.zeros((32 * WARPS, 4), tl.int32)
     state = tl.where(column[None, :] < 2, float("-inf"), 0.0) + tl.zeros((32 * WARPS, 4), tl.float32)
     start = tl.zeros((32 * WARPS, 4), tl.float32)
-    sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+    sums = start_sums(zero)
     if AHEAD:
-        entry1, step1 = take_step(entries, first * WARPS + warp, SHUFFLE)
-        keys1, values1, scales1 = load_step(pages, entry1, step1, own_words, PAGE_WORDS)
+        entry1, step1 = take_step(entries, first * WARPS + warp, STEPS, SHUFFLE)
+        keys1, values1, scales1 = load_step(pages, entry1, step1, lane, column, PAGE_WORDS, ROW_WORDS, LOADS)
         never = batch >> 31
     for turn in range(first, last):
         if AHEAD:
             keys, values, scales, entry, step = keys1, values1, scales1, entry1, step1
-            entry1, step1 = take_step(entries, tl.minimum(turn + 1, last - 1) * WARPS + warp, SHUFFLE)
-            keys1, values1, scales1 = load_step(pages, entry1, step1, own_words, PAGE_WORDS)
+            entry1, step1 = take_step(entries, tl.minimum(turn + 1, last - 1) * WARPS + warp, STEPS, SHUFFLE)
+            keys1, values1, scales1 = load_step(pages, entry1, step1, lane, column, PAGE_WORDS, ROW_WORDS, LOADS)
             # ptxas sinks the loads below the computation unless that begins with memory read behind a barrier
             tl.inline_asm_elementwise(HOLD[0], HOLD[1], [], tl.int32, False, 1)
-            words = tl.load(row + (kv_head * 16 + group)[:, None] * (Q_HEAD_STRIDE // 2) + quad_words)
+            words = tl.load(row + (kv_head * 16 + group)[:, None] * (Q_HEAD_STRIDE // 2) + quad[:, None] * 8
+                            + column[None, :])
             start = (words & never).to(tl.float32, bitcast=True)
         else:
-            entry, step = take_step(entries, turn * WARPS + warp, SHUFFLE)
-            keys, values, scales = load_step(pages, entry, step, own_words, PAGE_WORDS)
-        visible = ((entry & 255) - step * 32)[:, None] + zero
-        state, sums = attend_step(query, keys, values, scales, visible, start, state, sums, SPLIT_SCALES, SCORE_TILES,
-                                  UPDATE_SOFTMAX, DECAY_SUMS, ADD_VALUES)
+            entry, step = take_step(entries, turn * WARPS + warp, STEPS, SHUFFLE)
+            keys, values, scales = load_step(pages, entry, step, lane, column, PAGE_WORDS, ROW_WORDS, LOADS)
+        visible = ((entry & 255) - step * (128 // STEPS))[:, None] + zero
+        state, sums = attend_step(query, keys, values, scales, visible, start, state, sums, LOADS, SPLIT_SCALES,
+                                  SCORE_TILES, UPDATE_SOFTMAX, DECAY_SUMS, ADD_VALUES)
     state = tl.inline_asm_elementwise(SUM_QUADS[0], SUM_QUADS[1], [state], tl.float32, True, 4)
     number = token.to(tl.int64) * KV_HEADS + kv_head
     line = ((number * SPLITS + split) * WARPS + warp)[:, None] * 16 + group[:, None] + 8 * (column // 2)[None, :]
-    place = (partial + line * 128 + quad[:, None] * 32 + 16 * (column % 2)[None, :]).to(tl.int64)
-    store_rows(sums[0], sums[1], sums[2], sums[3], state, place, STORE_ROWS, 0)
-    store_rows(sums[4], sums[5], sums[6], sums[7], state, place, STORE_ROWS, 1)
+    store_sums(sums, state, partial + line * 128, quad, column, LOADS, STORE_ROWS)
     tl.inline_asm_elementwise(
         STORE_WEIGHT[0], STORE_WEIGHT[1], [state, (weights + line).to(tl.int64)], tl.int32, False, 4)
     if SPLITS == 1:

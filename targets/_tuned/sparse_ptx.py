@@ -71,10 +71,10 @@ def convert_scales(word: str, low: str, high: str) -> list[str]:
     ]
 
 
-def multiply(d: list[str], a: list[str], b: list[str], c: list[str], sums: str) -> str:
-    """One mma of f16 fragments; sums: "f32" or "f16"."""
+def multiply(d: list[str], a: list[str], b: list[str], c: list[str], sums: str, kind: str = "f16") -> str:
+    """One mma of fragments of a kind, "f16" or "bf16"; sums: "f32" or "f16"."""
     operands = ", ".join(f"{{{', '.join(part)}}}" for part in (d, a, b, c))
-    return f"mma.sync.aligned.m16n8k16.row.col.{sums}.f16.f16.{sums} {operands};"
+    return f"mma.sync.aligned.m16n8k16.row.col.{sums}.{kind}.{kind}.{sums} {operands};"
 
 
 def first_in_quad(limit: str) -> list[str]:
@@ -126,23 +126,28 @@ def score_tiles(tile: int) -> Text:
     return asm.build()
 
 
-def update_softmax(shift: int) -> Text:
-    """One online softmax step in base 2 over the scores of four tiles.
+def update_softmax(shift: int, tiles: int = 4, kind: str = "f16", factor: float = 1.0) -> Text:
+    """One online softmax step in base 2 over the scores of 8 * ``tiles`` tokens, times ``factor``.
 
-    Operands: four scores; state (maximum of heads g and g + 8, the lane's share of their weights); visible tokens of
-    the step. Results: weights of 16 tokens twice, as A fragments, times 2^shift; the state; what earlier sums decay by
-    (head g twice, head g + 8 twice).
+    Operands: a tensor of scores a tile; state (maximum of heads g and g + 8, the lane's share of their weights);
+    visible tokens of the step. Results: weights of 16 tokens a pair of tiles, as A fragments of ``kind``, times
+    2^shift; the state; what earlier sums decay by (head g twice, head g + 8 twice).
     """
-    asm = Assembly(["=&r"] * 8 + ["=&f"] * 8)
-    scores, state, visible = [asm.take("f") for _ in range(4)], asm.take("f"), asm.take("r")
-    asm.add(".reg .f32 s<16>, mx, x, ms, al, sm; .reg .pred p; .reg .b32 w, c;", *first_in_quad(visible[0]))
-    for tile in range(4):
-        for odd in range(2):
-            asm.add(f"setp.gt.s32 p, c, {8 * tile + odd};")
-            asm.add(*(f"selp.f32 s{4 * tile + 2 * half + odd}, {scores[tile][2 * half + odd]}, {MINUS_INFINITY}, p;"
-                      for half in range(2)))  # fmt: skip
+    weights, columns = 2 * tiles, range(2 * tiles)
+    asm = Assembly(["=&r"] * weights + ["=&f"] * 8)
+    scores, state, visible = [asm.take("f") for _ in range(tiles)], asm.take("f"), asm.take("r")
+    asm.add(f".reg .f32 s<{4 * tiles}>, mx, x, ms, al, sm; .reg .pred p; .reg .b32 w, c;", *first_in_quad(visible[0]))
+    for column in columns:
+        tile, odd = divmod(column, 2)
+        asm.add(f"setp.gt.s32 p, c, {8 * tile + odd};")
+        for place in (4 * tile + odd, 4 * tile + odd + 2):
+            score = scores[tile][place % 4]
+            if factor != 1.0:
+                asm.add(f"mul.f32 s{place}, {score}, {float_bits(factor)};")
+                score = f"s{place}"
+            asm.add(f"selp.f32 s{place}, {score}, {MINUS_INFINITY}, p;")
     for half in range(2):
-        mine = [f"s{4 * tile + 2 * half + odd}" for tile in range(4) for odd in range(2)]
+        mine = [f"s{4 * (column // 2) + 2 * half + column % 2}" for column in columns]
         asm.add(f"max.f32 mx, {mine[0]}, {mine[1]};", *(f"max.f32 mx, mx, {x};" for x in mine[2:]))
         asm.add(*(f"shfl.sync.bfly.b32 x, mx, {k}, 31, -1; max.f32 mx, mx, x;" for k in (1, 2)))
         asm.add(
@@ -150,12 +155,12 @@ def update_softmax(shift: int) -> Text:
             f"sub.f32 al, {state[half]}, ms; ex2.approx.ftz.f32 al, al; mul.f32 sm, {state[2 + half]}, al;",
             f"sub.f32 ms, ms, {float_bits(shift)};",
             *(f"sub.f32 {x}, {x}, ms; ex2.approx.ftz.f32 {x}, {x}; add.f32 sm, sm, {x};" for x in mine),
-            f"mov.f32 ${8 + half}, mx; mov.f32 ${10 + half}, sm;",
-            f"mov.f32 ${12 + 2 * half}, al; mov.f32 ${13 + 2 * half}, al;",
+            f"mov.f32 ${weights + half}, mx; mov.f32 ${weights + 2 + half}, sm;",
+            f"mov.f32 ${weights + 4 + 2 * half}, al; mov.f32 ${weights + 5 + 2 * half}, al;",
         )
-    for register in range(8):
+    for register in range(weights):
         first = 4 * (2 * (register // 4) + register % 4 // 2) + 2 * (register % 2)
-        asm.add(f"cvt.rn.f16x2.f32 ${register}, s{first + 1}, s{first};")
+        asm.add(f"cvt.rn.{kind}x2.f32 ${register}, s{first + 1}, s{first};")
     return asm.build()
 
 

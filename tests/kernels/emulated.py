@@ -32,12 +32,14 @@ class _Once(tuple):
 
 
 def run_emulated(
-    target: Target, sources: tuple[KernelSource, ...], pool: dict[str, Any], symbols: dict[str, int], written: set[str]
+    target: Target, sources: tuple[KernelSource, ...], pool: dict[str, Any], symbols: dict[str, int],
+    written: set[str], seed: int | None = None,
 ) -> None:
     """Launch the sources in order; ``pool``: arguments by what the launch passes, updated; ``written``: may change.
 
-    Compiles for the first architecture, holds limits and ledger, and checks races.
-    """
+    Compiles for the first architecture, holds limits and ledger, and checks races. seed: every warp on its own, in an
+    order that follows from it.
+    """  # fmt: skip
     for source in sources:
         compiled = _compile(target, source.digest, _Once((source,)))
         facts = compiled.metadata
@@ -45,7 +47,7 @@ def run_emulated(
             "shared", "num_warps", "warp_size", "registers", "spills", "global_scratch_size", "global_scratch_align",
             "profile_scratch_size")}  # fmt: skip
         binary = Binary(file="", assembly="", sha256="", symbol=facts["name"], ledger={}, **sizes)
-        runner = EmulatorRunner({source.name: Assembly(compiled.assembly, binary)})
+        runner = EmulatorRunner({source.name: Assembly(compiled.assembly, binary)}, seed)
         values = [parameter.value for parameter in source.parameters]
         x, y, z = (evaluate(expression, symbols) for expression in source.grid)
         places = [i for i, value in enumerate(values) if value in written or value.startswith("scratch:")]

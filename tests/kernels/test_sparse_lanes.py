@@ -11,47 +11,13 @@ import torch
 from torch import Tensor
 
 from mmcompile.core.formats import nvfp4_cache, nvfp4_cache_sm90
-from mmcompile.core.kernel import KernelTemplate, OpCall, Operand
-from mmcompile.targets import sm90
+from mmcompile.core.kernel import KernelTemplate, Operand
 from mmcompile.targets._tuned import sparse_attention, sparse_index
-from tests.kernels.emulated import run_emulated
+from tests.kernels.lanes_cases import ARCH, PAGE, SPEC, choose, describe, lay_out, normal, run
 from tests.kernels.sparse_cases import make_spans
 
-TARGET = sm90.TARGET
-SPEC, ARCH = TARGET.spec, TARGET.spec.architectures[0]
 (SCORES,) = sparse_index.TEMPLATES
-D, PAGE, SCALE, NAN_BYTE = 128, 128, 128**-0.5, 0x7F
-
-
-def lay_out(lengths: list[int], seed: int) -> tuple[Tensor, Tensor, int]:
-    """Block table with garbage behind every sequence, the slots of all tokens, and the number of pages."""
-    counts = [-(-n // PAGE) for n in lengths]
-    order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed))
-    table = torch.tensor([-1, 2**31 - 1], dtype=torch.int32).repeat(len(lengths), max(counts) // 2 + 2)
-    slots = []
-    for b, length in enumerate(lengths):
-        table[b, : counts[b]] = order[sum(counts[:b]) : sum(counts[: b + 1])].int()
-        place = torch.arange(length)
-        slots.append(table[b].long()[place // PAGE] * PAGE + place % PAGE)
-    return table, torch.cat(slots), sum(counts) + 2
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def choose(lengths: list[int], new: list[int], kv_heads: int, count: int) -> Tensor:
-    """Selections in any order with the own block, one of the future and empty places."""
-    generator = torch.Generator().manual_seed(count)
-    rows = []
-    for length, queries in zip(lengths, new, strict=True):
-        for position in range(length - queries, length):
-            for _ in range(kv_heads):
-                own = max(position, 0) // PAGE
-                past = torch.randperm(own, generator=generator)[: count - 2].tolist()
-                ids = [*past, own, own + 1, *[-1] * count][:count]
-                rows.append([ids[i] for i in torch.randperm(count, generator=generator)])
-    return torch.tensor(rows, dtype=torch.int32).view(-1, kv_heads, count)
+D, SCALE, NAN_BYTE = 128, 128**-0.5, 0x7F
 
 
 def make_attention(lengths: list[int], new: list[int], kv_heads: int, count: int, size: float = 1.0,
@@ -83,41 +49,6 @@ def make_scores(lengths: list[int], new: list[int], unowned: int = 0, heads: int
                 "block_table": table, **make_spans(lengths, new)}
     wide = operands | {"index_q": operands["index_q"].float(), "index_cache": plain.view(pages, PAGE, D)}
     return operands, torch.ops.mm.paged_index_score(**wide)
-
-
-def describe(op: str, operands: dict[str, Tensor], result: Tensor, attributes: dict[str, Any]) -> OpCall:
-    """The call as lowering makes it: tokens, batch and columns of the table are symbols."""
-    symbols = {"q": "tokens", "index_q": "tokens", "blocks": "tokens", "seq_lens": "batch", "query_start": "batch + 1"}
-    seen = {}
-    for name, tensor in operands.items():
-        shape: tuple[int | str, ...] = (symbols.get(name, tensor.shape[0]), *tensor.shape[1:])
-        seen[name] = Operand(shape, tensor.stride(), str(tensor.dtype).removeprefix("torch."))
-    seen["block_table"] = Operand(("batch", "max_blocks"), ("max_blocks", 1), "int32")
-    rows = Operand(("tokens", *result.shape[1:]), result.stride(), str(result.dtype).removeprefix("torch."))
-    if op == "paged_index_score":
-        heads = result.shape[1]
-        rows = Operand(("tokens", heads, "max_blocks"), (f"{heads}*max_blocks", "max_blocks", 1), "float32")
-    return OpCall(op, seen, (rows,), {"phase": "decode"} | attributes)
-
-
-def run(template: KernelTemplate, operands: dict[str, Tensor], result: Tensor, attributes: dict[str, Any],
-        spec: Any = SPEC) -> Tensor:
-    """The result of a template, from poisoned memory."""
-    call = describe(template.op, operands, result, attributes)
-    assert template.refuse(call, spec, ARCH) is None
-    symbols = {"tokens": result.shape[0], "batch": len(operands["seq_lens"]),
-               "max_blocks": operands["block_table"].shape[1]}
-    pool: dict[str, Any] = operands | symbols | {"result": poison(result.shape, result.dtype)}
-    for scratch in template.scratch(call, spec):
-        shape = [symbols.get(str(n), n) for n in scratch.shape]
-        pool[f"scratch:{scratch.name}"] = poison(shape, getattr(torch, scratch.dtype))
-    run_emulated(TARGET, template.emit(call, spec, ARCH), pool, symbols, {"result"})
-    return pool["result"]
-
-
-def poison(shape: Any, dtype: torch.dtype) -> Tensor:
-    """Memory that the emulator takes for never written."""
-    return torch.full((math.prod(shape) * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype).view(*shape)
 
 
 def check_attention(template: KernelTemplate, lengths: list[int], new: list[int], kv_heads: int, count: int) -> None:
@@ -216,3 +147,18 @@ def test_refusals_of_scores(changes: dict[str, Any], reason: str):
     attributes = {"phase": "decode", "layout": nvfp4_cache.SM90_INDEX}
     odd = dataclasses.replace(call, operands=call.operands | {"index_q": three}, attributes=attributes)
     assert "3 heads" in str(SCORES.refuse(odd, SPEC, ARCH))
+
+
+@pytest.mark.slow
+def test_any_order_of_warps_gives_the_same_scores():
+    operands, want = make_scores([300, 700], [8, 1])
+    first, second = (run(SCORES, operands, want, {"layout": nvfp4_cache.SM90_INDEX}, seed=seed) for seed in (1, 2))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first[want.isfinite()], want[want.isfinite()], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_scores_as_a_stage_of_a_merged_launch():
+    operands, want = make_scores([300, 1100], [1, 8])
+    have = run(SCORES, operands, want, {"layout": nvfp4_cache.SM90_INDEX, "warps": 4})
+    torch.testing.assert_close(have[want.isfinite()], want[want.isfinite()], rtol=1e-5, atol=1e-4)
