@@ -46,7 +46,10 @@ def multiply_words_bf16(words, factors):
 
 @triton.jit
 def multiply_words_f16(words, factors):
-    """int32 words and f16 pairs of equal factors -> four int32 of f16 pairs, codes (0, 1) to (6, 7)."""
+    """int32 words and f16 pairs of equal factors -> four int32 of f16 pairs, codes (0, 1) to (6, 7).
+
+    An MFMA may follow, which must not read them in the next two cycles; the compiler does not look into assembly.
+    """
     return tl.inline_asm_elementwise(
         """v_cvt_scalef32_pk_f16_fp4 $0, $4, 1.0
         v_cvt_scalef32_pk_f16_fp4 $1, $4, 1.0 op_sel:[1,0,0]
@@ -55,7 +58,8 @@ def multiply_words_f16(words, factors):
         v_pk_mul_f16 $0, $0, $5
         v_pk_mul_f16 $1, $1, $5
         v_pk_mul_f16 $2, $2, $5
-        v_pk_mul_f16 $3, $3, $5""",
+        v_pk_mul_f16 $3, $3, $5
+        s_nop 1""",
         "=&v,=&v,=&v,=&v,v,v", [words, factors], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )
 

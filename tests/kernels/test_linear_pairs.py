@@ -69,6 +69,7 @@ def test_every_code_with_every_scale_is_exact(dtype):
     assert torch.equal(*decode_everything(TARGETS["sm100"], dtype, "pairs", text))
 
 
+@pytest.mark.slow
 def test_gemm_reads_fragments(interpreter):
     shape, blocks = (9, 96, 256, "swiglu", True, True, BF16), Blocks(32, 64, 64, 4, 2)
     tensors = make_tensors(*shape, quantized=True)

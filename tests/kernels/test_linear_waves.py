@@ -171,6 +171,20 @@ def test_loads_are_ahead_of_the_arithmetic():
     assert counts["v_cvt_pk_bf16_f32"] <= 68 and counts["v_mfma_f32_16x16x32_bf16"] == 16
 
 
+@pytest.mark.slow
+def test_an_mfma_keeps_its_distance_from_assembly_that_writes_its_operands():
+    """Two cycles between a VALU's write and an MFMA's read; LLVM sees to it elsewhere."""
+    lines = [line for line in list_instructions(512, Waves(1), dtype=F16) if not line.startswith("v_mov")]
+    written: dict[int, int] = {}
+    for place, line in enumerate(lines):
+        if line.startswith("v_pk_mul_f16"):
+            written[int(re.match(r"v_pk_mul_f16 v(\d+)", line)[1])] = place
+        if line.startswith("v_mfma"):
+            operands = [range(int(a), int(b) + 1) for a, b in re.findall(r"v\[(\d+):(\d+)\]", line)[1:3]]
+            for register in (r for operand in operands for r in operand if r in written):
+                assert any(between.startswith("s_nop 1") for between in lines[written[register] : place])
+
+
 @pytest.mark.parametrize(
     ("rows", "k", "swiglu", "expected"),
     [

@@ -61,16 +61,18 @@ def refuse_shape(rows: int, k: int) -> str | None:
 def arrange(tensor: Tensor, flavour: str) -> Tensor:
     """``packed`` or ``scale`` of [..., n, k], row-major -> fragment order; raises ValueError for other shapes."""
     result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    turn = _arrange_codes if tensor.dtype == torch.uint8 else _arrange_scales
-    turn = _arrange_wave if flavour == WAVE else turn
+    turn: Callable[[Tensor, str], Tensor] = _arrange_wave
+    if flavour != WAVE:
+        turn = _arrange_codes if tensor.dtype == torch.uint8 else _arrange_scales
     return _in_parts(tensor, result, flavour, turn)
 
 
 def restore(tensor: Tensor, flavour: str) -> Tensor:
     """Inverse of :func:`arrange`."""
     result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    turn = _restore_codes if tensor.dtype == torch.uint8 else _restore_scales
-    turn = _restore_wave if flavour == WAVE else turn
+    turn: Callable[[Tensor, str], Tensor] = _restore_wave
+    if flavour != WAVE:
+        turn = _restore_codes if tensor.dtype == torch.uint8 else _restore_scales
     return _in_parts(tensor, result, flavour, turn)
 
 
