@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 from mmcompile.core.kernel import KernelParts, KernelSource, Parameter
@@ -38,7 +40,12 @@ def collect_functions(function: Any, replacements: Mapping[str, Any], seen: dict
         callee = inner.__globals__.get(name)
         if callee is not None and _python_function(callee) is not None and name not in seen and name != inner.__name__:
             collect_functions(callee, replacements, seen)
-    seen[inner.__name__] = textwrap.dedent(inspect.getsource(inner))
+    seen[inner.__name__] = _read_source(inner)
+
+
+@cache
+def _read_source(function: FunctionType) -> str:
+    return textwrap.dedent(inspect.getsource(function))
 
 
 def emit_kernel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sysconfig
 from pathlib import Path
@@ -78,8 +79,9 @@ def canonicalise(exported: nn.Module, symbols: dict[str, tuple[int, int]], shape
     _merge_tied_weights(graph_module)
     _trim_signature(graph, shapes)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    find = functools.cache(find_source)  # equal layers have equal stacks
     for node in graph.nodes:
-        node.meta["source"] = find_source(node.meta.get("stack_trace"))
+        node.meta["source"] = find(node.meta.get("stack_trace"))
         node.meta.setdefault("nn_module_stack", {})
     _propagate(graph_module, symbols, shapes)
     graph.lint()

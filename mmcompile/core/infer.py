@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,15 @@ class InferenceMemo:
         if not free_unbacked_symbols(value):
             self._results[key] = value
         return value
+
+    def remember(self, function: Any, inputs: Any, compute: Callable[[], Any]) -> Any:
+        """``compute()``, done once for each ``inputs`` (values as above) if they and ``function`` decide the result."""
+        key = function, self._freeze(inputs)
+        if key[1] is None:
+            return compute()
+        if key not in self._results:
+            self._results[key] = compute()
+        return self._results[key]
 
     def _freeze(self, value: Any) -> Any:
         """Hashable form that tells 1, 1.0 and True apart; None for what has none."""

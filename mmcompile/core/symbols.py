@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import sympy
@@ -66,5 +67,9 @@ def to_expression(size: Any) -> Expression:
     """A dimension as an int or as text over the symbol names, e.g. "tokens" or "batch + 1"."""
     if not isinstance(size, torch.SymInt):
         return int(size)
-    expression = size.node.expr
+    return _spell(size.node.expr)
+
+
+@cache
+def _spell(expression: sympy.Expr) -> Expression:
     return int(expression) if expression.is_Integer else str(expression)

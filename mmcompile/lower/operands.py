@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 from mmcompile.core.graph import get_parameter
+from mmcompile.core.infer import InferenceMemo
 from mmcompile.core.kernel import Operand
 from mmcompile.core.plan import Buffer, Role, View
 from mmcompile.core.symbols import to_expression
@@ -27,12 +29,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass
 class Operands:
-    """The buffers of one phase, the views of its nodes and the layouts of its caches."""
+    """The buffers of one phase, the views of its nodes, the layouts of its caches, what was inferred on its graph."""
 
     buffers: dict[str, Buffer] = field(default_factory=dict)
     views: dict[fx.Node, Any] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     layouts: dict[str, str] = field(default_factory=dict)
+    memo: InferenceMemo = field(default_factory=InferenceMemo)
 
     def add_buffer(self, name: str, value: torch.Tensor, role: Role) -> View:
         """Make a contiguous buffer for a value and return the view on all of it."""
@@ -88,7 +91,9 @@ def resolve_view(operands: Operands, node: fx.Node) -> bool:
         operands.views[node] = operands.views[node.args[0]][node.args[1]]  # type: ignore[index]
         return True
     base = operands.views[node.args[0]]  # type: ignore[index]
-    meta = _probe(node, base, operands)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    inputs = base.strides, base.offset, args, tuple(kwargs.items())
+    meta = operands.memo.remember((_probe, node.target), inputs, lambda: _probe(node.target, base, args, kwargs))
     if meta is None:
         return False
     operands.views[node] = [_as_view(base, m) for m in meta] if isinstance(meta, list) else _as_view(base, meta)
@@ -104,9 +109,9 @@ def _as_view(base: View, value: torch.Tensor) -> View:
     )
 
 
-def _probe(node: fx.Node, base: View, operands: Operands) -> Any:
+def _probe(target: Any, base: View, given: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run the operation on a fake tensor laid out like ``base``; the result, None if it is not a view of it."""
-    source = node.args[0].meta["val"]  # type: ignore[union-attr]
+    source, *args = given
     mode = source.fake_mode
     names = {str(s): s for s in _sizes(source)}
     with mode:
@@ -118,8 +123,7 @@ def _probe(node: fx.Node, base: View, operands: Operands) -> Any:
                 dtype=source.dtype,
             )
             whole = room.as_strided(whole.shape, whole.stride(), offset)
-        args, kwargs = fx.map_arg((node.args[1:], node.kwargs), lambda n: n.meta["val"])
-        result = node.target(whole, *args, **kwargs)  # type: ignore[operator]
+        result = target(whole, *args, **kwargs)
     flat = list(result) if isinstance(result, tuple | list) else [result]
     key = whole.untyped_storage()._cdata
     if any(r.untyped_storage()._cdata != key for r in flat):

@@ -76,6 +76,7 @@ class PhaseLowering:
     def walk(self) -> None:
         """Make the launches, without kernels, going through the graph once in order."""
         groups = find_regions(self.graph_module)
+        self.operands.memo = self.graph_module.meta.get("inferred", self.operands.memo)
         self.constant = depends_only_on_weights(self.graph_module)
         for node in self.graph_module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
