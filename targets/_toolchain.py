@@ -7,13 +7,10 @@ import importlib.util
 import io
 import os
 import re
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from mmcompile.targets._assemble import assemble_ptx, capture_stderr, error_line
 from mmcompile.targets._cache import KernelCache, cache_key, default_cache_dir
 from mmcompile.targets._capability import code_capability
 from mmcompile.targets._check import check_lanes, reserve_shared
-from mmcompile.targets._compile_worker import receive, send
+from mmcompile.targets._compile_pool import compile_all, group
 from mmcompile.targets._disassemble import build_ledgers
 
 ENABLE_FP_FUSION = True
@@ -306,10 +303,10 @@ def compile_many(
     for index, (key, job) in enumerate(zip(keys, jobs, strict=True)):
         if key in done:
             report(JobReport(index, job.source.name, job.architecture.name, 0.0, True))
-    families = _group(todo)
+    families = group([(key, job.source, job.architecture, job.spec) for key, job in todo.items()])
     count = min(workers or os.cpu_count() or 1, len(families))
     waiting: dict[str, CompiledKernel] = {}
-    for key, compiled, seconds in _compile_all(families, count):
+    for key, compiled, seconds in compile_all(families, count, compile_family):
         waiting[key] = compiled
         for index in (i for i, other in enumerate(keys) if other == key):
             report(JobReport(index, jobs[index].source.name, compiled.architecture, seconds, False))
@@ -326,69 +323,3 @@ def _finish(compiled: dict[str, CompiledKernel], cache: KernelCache) -> dict[str
     for key, kernel in whole.items():
         cache.store(key, kernel)
     return whole
-
-
-@dataclass(frozen=True)
-class Family:
-    """One source for several architectures, with the key of each."""
-
-    source: KernelSource
-    spec: TargetSpec
-    architectures: dict[str, Architecture]
-
-
-def _group(jobs: dict[str, CompileJob]) -> list[Family]:
-    """Jobs, by key, of which Triton does the same; targets of one backend and warp size differ in no other way."""
-    families: dict[tuple[str, str, int], Family] = {}
-    for key, job in jobs.items():
-        content = (job.source.digest, job.spec.backend, job.spec.warp_size)
-        families.setdefault(content, Family(job.source, job.spec, {})).architectures[key] = job.architecture
-    return list(families.values())
-
-
-def _compile_all(families: Sequence[Family], workers: int) -> Iterator[tuple[str, CompiledKernel, float]]:
-    """Compile each, in this process or in worker processes, and yield (key, kernel, seconds) as each is done."""
-    if workers <= 1:
-        for family in families:
-            made = compile_family(family.source, list(family.architectures.values()), family.spec)
-            yield from ((key, *each) for key, each in zip(family.architectures, made, strict=True))
-        return
-    local = threading.local()
-    started: list[subprocess.Popen[bytes]] = []
-
-    def compile_remotely(family: Family) -> list[tuple[CompiledKernel, float]]:
-        if not hasattr(local, "process"):
-            command = [sys.executable, "-m", "mmcompile.targets._compile_worker"]
-            local.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            started.append(local.process)
-        return _ask(local.process, family)
-
-    pool = ThreadPoolExecutor(workers)
-    try:
-        futures = {pool.submit(compile_remotely, family): family for family in families}
-        for future in as_completed(futures):
-            keys = futures[future].architectures
-            yield from ((key, *each) for key, each in zip(keys, future.result(), strict=True))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in started:
-            process.kill()
-        pool.shutdown(wait=True)
-        for process in started:
-            process.communicate()
-
-
-def _ask(process: subprocess.Popen[bytes], family: Family) -> list[tuple[CompiledKernel, float]]:
-    """Send one family to a worker and wait for its answer; raise the error it met."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        send(process.stdin, (family.source, list(family.architectures.values()), family.spec))
-        result = receive(process.stdout)
-    except (EOFError, OSError) as error:
-        raise ToolchainError(
-            "a compiler process died", where=family.source.name, fix="look for its last words above, or use --workers 1"
-        ) from error
-    if isinstance(result, MMError):
-        raise result
-    made: list[tuple[CompiledKernel, float]] = result
-    return made

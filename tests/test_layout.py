@@ -18,6 +18,7 @@ FILE_LINES, FUNCTION_LINES = 400, 60
 # The only files that may read the environment: where the cache lies, a tool's own variable, a child's environment.
 ENVIRONMENT = {
     "targets/_cache.py",
+    "targets/_compile_pool.py",
     "targets/_disassemble.py",
     "targets/_interpret.py",
 }

@@ -13,6 +13,7 @@ from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.driver.targets import load_target
 from mmcompile.targets import _toolchain
 from mmcompile.targets._capability import code_capability
+from mmcompile.targets._compile_pool import content_key
 from mmcompile.targets._disassemble import count_instructions, disassemble_cubin
 from mmcompile.targets._toolchain import CompileJob, compile_kernel, compile_many
 
@@ -77,3 +78,49 @@ def test_a_family_is_translated_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
             continue
         held = {name: count for name, count in kernel.metadata["ledger"].items() if name[0].isupper()}
         assert held == count_instructions(listing, "cuda") and kernel.metadata["ledger_from"] == ["ptx", "sass"]
+
+
+def make_counting(symbol: str, *, title: str = "", step: int = 2, kind: str = "i32") -> KernelSource:
+    text = f'"""{title}"""\nimport triton\nimport triton.language as tl\n\n\n@triton.jit\ndef kernel(a, {symbol}):\n'
+    text += f"    tl.store(a + {symbol}, {step} * {symbol})\n"
+    return KernelSource("counting", text, (Parameter("a", "*fp32", "a"), Parameter(symbol, kind, symbol)), ("1",) * 3)
+
+
+def test_names_of_symbols_and_titles_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two such sources are translated once, each into the bytes that it would have alone."""
+    asked = []
+    translate = _toolchain._translate
+    monkeypatch.setattr(_toolchain, "_translate", lambda *a: asked.append(a[1]) or translate(*a))
+    spec = load_target("sm90").spec
+    sources = [make_counting("tokens", title="rows of tokens"), make_counting("batch"), make_counting("batch", step=3)]
+    jobs = [CompileJob(source, spec.architectures[0], spec) for source in sources]
+    kernels = compile_many(jobs, 1, tmp_path)
+    assert len(asked) == 2
+    assert [kernel.source for kernel in kernels] == sources
+    assert kernels[1] == compile_kernel(sources[1], spec.architectures[0], spec)
+    assert kernels[0].binary == kernels[1].binary != kernels[2].binary
+    assert compile_many(jobs, 1, tmp_path) == kernels  # each under its own key in the cache
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        make_counting("batch", step=3),
+        make_counting("batch", kind="i64"),
+        dataclasses.replace(make_counting("batch"), num_warps=8),
+        dataclasses.replace(make_counting("batch"), max_registers=64),
+        dataclasses.replace(make_counting("batch"), private_shared=(64, 128)),
+        dataclasses.replace(make_counting("batch"), lanes=True),
+    ],
+)
+def test_whatever_else_differs_is_compiled_apart(other: KernelSource) -> None:
+    assert content_key(make_counting("tokens")) == content_key(make_counting("batch")) != content_key(other)
+
+
+@pytest.mark.parametrize("word", ["noinline", "device_assert", "symbol1"])
+def test_a_text_that_holds_names_of_its_own_is_not_shared(word: str) -> None:
+    first, second = (
+        dataclasses.replace(source, text=f"{source.text}    # {word}\n")
+        for source in (make_counting("tokens"), make_counting("batch"))
+    )
+    assert content_key(first) != content_key(second)
