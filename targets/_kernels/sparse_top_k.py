@@ -66,11 +66,14 @@ def merge_best(best, keys, K: tl.constexpr):
 def tile_top_k(token, head, scores, positions, result, blocks, token_stride, head_stride, HEADS: tl.constexpr,
                BLOCK_SIZE: tl.constexpr, TOP_K: tl.constexpr, K: tl.constexpr, LOCAL: tl.constexpr,
                INITIAL: tl.constexpr, CHUNK: tl.constexpr):
-    """The chosen blocks of one (token, head): CHUNK scores after the other."""
+    """The chosen blocks of one (token, head): CHUNK scores after the other.
+
+    The first chunk goes through the loop too: one selection in the text compiles in half the time of two.
+    """
     own = find_own(token, positions, BLOCK_SIZE)
     row = scores + token.to(tl.int64) * token_stride + head * head_stride
-    best = tl.topk(load_ranked(row, 0, own, blocks, LOCAL, INITIAL, CHUNK), K)
-    for start in range(CHUNK, own + 1, CHUNK):
+    best = tl.full([K], -0x8000000000000000, tl.int64)
+    for start in range(0, own + 1, CHUNK):
         best = merge_best(best, load_ranked(row, start, own, blocks, LOCAL, INITIAL, CHUNK), K)
     store_chosen(best, result + (token.to(tl.int64) * HEADS + head) * TOP_K, TOP_K, K)
 
