@@ -25,13 +25,15 @@ from mmcompile.targets._kernels import (
     swiglu,
     two_step,
 )
-from mmcompile.targets._tuned import linear_fragments, linear_mfma, moe_fragments, qkv_lanes, sparse_plain
+from mmcompile.targets._tuned import insert_lanes, linear_fragments, linear_mfma, moe_fragments, qkv_lanes, sparse_plain
 from mmcompile.targets._tuned import sparse_attention as tuned_sparse_attention
 from mmcompile.targets._tuned import sparse_index as tuned_sparse_index
 
 _TEMPLATES: tuple[KernelTemplate, ...] = (
     *linear_fragments.TEMPLATES,
+    *insert_lanes.QKV,
     *linear_fragments.QKV,
+    *insert_lanes.TEMPLATES,
     *linear_mfma.TEMPLATES,
     *linear_mfma.QKV,
     *qkv_lanes.TEMPLATES,
@@ -44,9 +46,11 @@ _TEMPLATES: tuple[KernelTemplate, ...] = (
     *linear_nvfp4.TEMPLATES,
     *linear_mxfp8.TEMPLATES,
     *linear_w4a4.TEMPLATES,
+    *insert_lanes.NARROW,
     *two_step.NARROW,  # where two launches beat the fused one
     *qkv.TEMPLATES,
     *qkv_index.TEMPLATES,
+    *insert_lanes.WIDE,
     *two_step.TEMPLATES,
     *attention.TEMPLATES,
     *sparse_index.TEMPLATES,
