@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmcompile.core.plan import Buffer, Launch, Phase, Plan, Schedule, Stream, View
+from mmcompile.core.plan import Phase, Plan, Schedule, Stream, View
 from mmcompile.core.schedule import MERGED_PHASE as PHASE
 from mmcompile.core.schedule import Placed, place_stages
 from mmcompile.core.spec import TargetSpec
 from mmcompile.driver.summary import assign_layers
 from mmcompile.lower.memory import size_of
-from mmcompile.lower.merge import BANDWIDTH_SHARE, LAUNCH_SECONDS, WAIT_SECONDS, estimate_latency
+from mmcompile.lower.merge import BANDWIDTH_SHARE, LAUNCH_SECONDS, WAIT_SECONDS, count_read, estimate_latency
 
 _ROWS, _ROW_HEIGHT, _WIDTH, _LEFT = 16, 16, 800, 90
 _KINDS = ("weights", "other", "compute", "wait")
@@ -123,20 +123,11 @@ def _count_tile_bytes(plan: Plan, schedule: Schedule, placed: tuple[Placed, ...]
         names = {a.buffer for a in stage.record.arguments if isinstance(a, View)}
         buffers = [plan.buffers[name] for name in sorted(names)]
         launch = plan.phases[PHASE].launches[stage.launch]
-        weights = sum(_count_read(launch, b, tokens) for b in buffers if b.role in ("weight", "derived"))
+        weights = sum(count_read(launch, b, tokens) for b in buffers if b.role in ("weight", "derived"))
         other = sum(size_of(b, symbols) for b in buffers if b.role in ("temporary", "output"))
         tiles = max(place.tiles, 1)
         found.append((weights / tiles, other / tiles))
     return found
-
-
-def _count_read(launch: Launch, buffer: Buffer, tokens: int) -> float:
-    """Bytes of a weight that a launch reads: of a table one row for each token, of experts those that tokens choose."""
-    size = float(size_of(buffer, {}))
-    tables = [v.buffer for n, v in launch.inputs.items() if v and (n == "cos_sin" or launch.op == "mm.embedding")]
-    chosen = launch.inputs.get("experts")
-    rows = tokens if buffer.name in tables else tokens * int(chosen.shape[1]) if chosen else int(buffer.shape[0])
-    return size * min(rows / int(buffer.shape[0]), 1.0)
 
 
 def _share_tiles(place: Placed) -> npt.NDArray[np.float64]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mmcompile.core.errors import LoweringError
 from mmcompile.core.ops.define import get_op
-from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Mode, Phase, Plan, Schedule, Stage, Stream, View
+from mmcompile.core.plan import Buffer, Choice, KernelLaunch, Launch, Mode, Phase, Plan, Schedule, Stage, Stream, View
 from mmcompile.core.schedule import (
     MOST_ARGUMENTS,
     Access,
@@ -268,14 +268,12 @@ class Scheduler:
     def _estimate(self, merge: Merge, stages: Sequence[Stage]) -> dict[str, float]:
         """Seconds of the run by each mode for the fewest tokens of the range, weights read once."""
         weights = {
-            view.buffer
-            for i in range(len(stages))
-            for view in merge.places[i][1].arguments
+            view.buffer: count_read(self.phase.launches[launch], self.plan.buffers[view.buffer], merge.low)
+            for launch, record in merge.places
+            for view in record.arguments
             if isinstance(view, View) and self.plan.buffers[view.buffer].role == "weight"
         }
-        symbols = self.plan.symbols | {"tokens": merge.low, "batch": merge.low}
-        size = sum(size_of(self.plan.buffers[name], symbols) for name in weights)
-        read = size / (BANDWIDTH_SHARE * self.spec.memory_bandwidth)
+        read = sum(weights.values()) / (BANDWIDTH_SHARE * self.spec.memory_bandwidth)
         work = sum(estimate_latency(stage) + (WAIT_SECONDS if stage.waits else 0.0) for stage in stages)
         return {
             "standalone": read + LAUNCH_SECONDS * len(stages),
@@ -287,6 +285,15 @@ class Scheduler:
         """Seconds of the step by the tuned kernel, caches left out as in the others."""
         share = min(1.0, stream.programs / (STREAM_UNITS * self.spec.units))
         return stream.bytes / (share * BANDWIDTH_SHARE * self.spec.memory_bandwidth) + stream.latency + LAUNCH_SECONDS
+
+
+def count_read(launch: Launch, buffer: Buffer, tokens: int) -> float:
+    """Bytes of a weight that a launch reads: of a table one row for each token, of experts those that tokens choose."""
+    size = float(size_of(buffer, {}))
+    tables = [v.buffer for n, v in launch.inputs.items() if v and (n == "cos_sin" or launch.op == "mm.embedding")]
+    chosen = launch.inputs.get("experts")
+    rows = tokens if buffer.name in tables else tokens * int(chosen.shape[1]) if chosen else int(buffer.shape[0])
+    return size * min(rows / int(buffer.shape[0]), 1.0)
 
 
 def _locate(buffer: Buffer, symbols: Mapping[str, int], writes: bool) -> Access:

@@ -13,10 +13,10 @@ from mmcompile.core.schedule import find_conflicts
 from mmcompile.driver.mono import find_stage_rule
 from mmcompile.driver.summary import assign_layers
 from mmcompile.driver.targets import load_target
-from mmcompile.lower.merge import Scheduler, find_merge, propose_merges
+from mmcompile.lower.merge import Scheduler, count_read, find_merge, propose_merges
 from mmcompile.lower.plan import Lowered, lower_model
 from tests.driver.mono_model import tamper
-from tests.driver.sparse_layer import SYMBOLS, SparseLayer
+from tests.driver.sparse_layer import EXPERTS, HIDDEN, SYMBOLS, WIDTH, SparseLayer
 
 PROGRAMS = 5
 FORMATS = [
@@ -106,3 +106,17 @@ def test_a_buffer_reused_before_its_last_reader_is_refused(moved: str, onto: str
     plan = lowered.plan.model_copy(update={"buffers": buffers | changes})
     with pytest.raises(LoweringError, match="overlap|where it expects|may start before"):
         open_scheduler(lowered, plan).prove(schedule, PROGRAMS)
+
+
+def test_few_tokens_read_few_experts() -> None:
+    """Two experts a token of eight: the cost model counts their weights, and of the embedding one row."""
+    lowered = lower("bf16", "bfloat16", "sm90")
+    plan = lowered.plan
+    launches = {launch.op: launch for launch in plan.phases["decode"].launches}
+    experts, table = plan.buffers["layers_0_down"], plan.buffers["embed"]
+    whole = EXPERTS * HIDDEN * WIDTH * 2
+    read = [count_read(launches["mm.moe"], experts, n) for n in (1, 3, 4, 16)]
+    assert read == [whole / 4, whole * 0.75, whole, whole]
+    assert count_read(launches["mm.embedding"], table, 3) == 3 * HIDDEN * 2
+    router, bias = launches["mm.route_top_k"], plan.buffers["layers_0_bias"]
+    assert count_read(router, bias, 1) == count_read(router, bias, 16) >= 4 * EXPERTS
