@@ -175,8 +175,29 @@ def sum_waves(first, second, x, tokens, weight, scale, K: tl.constexpr, X_STRIDE
 
 @triton.jit
 def scale_waves(sums, global_scale, row, dtype: tl.constexpr):
-    """The sums of all waves times the rows' scales [16, 16], rounded to ``dtype`` as in mm::linear_nvfp4, in fp32."""
-    return (tl.sum(sums, 0) * tl.load(global_scale + row)).to(dtype).to(tl.float32)
+    """The sums of all waves [16, 16] in fp32, if there are scales times them and rounded to ``dtype`` as in the op."""
+    value = tl.sum(sums, 0)
+    if global_scale is not None:
+        value = (value * tl.load(global_scale + row)).to(dtype).to(tl.float32)
+    return value
+
+
+@triton.jit
+def store_waves(sums, paired, first, global_scale, bias, residual, result, tokens, N: tl.constexpr,
+                RESIDUAL_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr, SWIGLU: tl.constexpr,
+                PAIRED: tl.constexpr):
+    """Add the sums of the waves and apply the scale (None: there is none) and the epilogue."""
+    dtype: tl.constexpr = result.dtype.element_ty
+    row, token = (first * 16 + tl.arange(0, 16))[None, :], tl.arange(0, 16)[:, None]
+    row1 = row + (N if SWIGLU else 16)
+    value = scale_waves(sums, global_scale, row, dtype)
+    other = value
+    if PAIRED:
+        other = scale_waves(paired, global_scale, row1, dtype)
+    store_lanes(value, other, bias, residual, result, tokens, row, token, N, RESIDUAL_STRIDE, RESULT_STRIDE, SWIGLU)
+    if PAIRED and not SWIGLU:
+        store_lanes(other, other, bias, residual, result, tokens, row1, token, N, RESIDUAL_STRIDE, RESULT_STRIDE,
+                    SWIGLU)
 
 
 @triton.jit
@@ -187,14 +208,74 @@ def tile_waves(gate, tile, x, weight, scale, global_scale, bias, residual, resul
     first = (2 * tile if PAIRED and not SWIGLU else tile).to(tl.int64)
     second = first + (N // 16 if SWIGLU else 1)
     sums, paired = sum_waves(first, second, x, tokens, weight, scale, K, X_STRIDE, PAIRED, WAVES, gate)
-    dtype: tl.constexpr = result.dtype.element_ty
-    row, token = (first * 16 + tl.arange(0, 16))[None, :], tl.arange(0, 16)[:, None]
-    value = scale_waves(sums, global_scale, row, dtype)
-    other = value
+    store_waves(sums, paired, first, global_scale, bias, residual, result, tokens, N, RESIDUAL_STRIDE, RESULT_STRIDE,
+                SWIGLU, PAIRED)
+
+
+@triton.jit
+def load_run(pointers, k, K: tl.constexpr, WHOLE: tl.constexpr):
+    """Four tensors [n, 8] of rows for 128 k, 32 apart, from k [n, 1] on; WHOLE: all of it is there."""
+    if WHOLE:
+        parts = (tl.load(pointers + k), tl.load(pointers + k + 32), tl.load(pointers + k + 64),
+                 tl.load(pointers + k + 96))
+    else:
+        parts = (tl.load(pointers + k, k < K, 0.0), tl.load(pointers + k + 32, k < K - 32, 0.0),
+                 tl.load(pointers + k + 64, k < K - 64, 0.0), tl.load(pointers + k + 96, k < K - 96, 0.0))
+    return parts
+
+
+@triton.jit
+def load_row_step(x_lanes, upper, lower, START: tl.constexpr, K: tl.constexpr, PAIRED: tl.constexpr,
+                  WAVES: tl.constexpr, gate):
+    """128 k of both tiles' rows and of x for each wave, from START on; gate: entered before the first loads of x."""
+    thread = tl.arange(0, 64 * WAVES)
+    k = (START + thread // 64 * 128 + thread % 64 // 16 * 8)[:, None]
+    WHOLE: tl.constexpr = START + 128 * WAVES <= K
+    rows = load_run(upper, k, K, WHOLE)
+    rows1 = rows
     if PAIRED:
-        row1 = row + (N if SWIGLU else 16)
-        other = scale_waves(paired, global_scale, row1, dtype)
-    store_lanes(value, other, bias, residual, result, tokens, row, token, N, RESIDUAL_STRIDE, RESULT_STRIDE, SWIGLU)
-    if PAIRED and not SWIGLU:
-        store_lanes(other, other, bias, residual, result, tokens, row1, token, N, RESIDUAL_STRIDE, RESULT_STRIDE,
-                    SWIGLU)
+        rows1 = load_run(lower, k, K, WHOLE)
+    if START == 0:
+        enter_gate(gate)
+    x = load_run(x_lanes, k, K, WHOLE)
+    hold_ahead(START)
+    return rows, rows1, x
+
+
+@triton.jit
+def join_run(parts, WAVES: tl.constexpr):
+    """Tensors of ``load_run`` as [WAVES, 16 rows, 128]."""
+    joined = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))  # q r c j
+    joined = tl.permute(tl.reshape(joined, (WAVES, 4, 16, 8, 4)), (0, 2, 4, 1, 3))
+    return tl.reshape(joined, (WAVES, 16, 128))
+
+
+@triton.jit
+def tile_wave_rows(gate, tile, x, weight, scale, global_scale, bias, residual, result, tokens, N: tl.constexpr,
+                   K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
+                   RESIDUAL_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr, SWIGLU: tl.constexpr,
+                   PAIRED: tl.constexpr, WAVES: tl.constexpr):
+    """Row-major weights in x's dtype: the results of 16 rows, with PAIRED of 32, for at most 16 tokens.
+
+    Rows and tokens that do not exist are the last one again: their sums are not stored.
+    """
+    first = (2 * tile if PAIRED and not SWIGLU else tile).to(tl.int64)
+    lane = tl.arange(0, 64 * WAVES) % 64
+    piece = tl.arange(0, 8)[None, :]
+    x_lanes = x + (tl.minimum(lane % 16, tokens - 1) * X_STRIDE)[:, None] + piece
+    row = first * 16 + lane % 16
+    row1 = tl.minimum(row, N - 1) + N if SWIGLU else tl.minimum(row + 16, N - 1)
+    row = tl.minimum(row, N - 1)
+    upper, lower = weight + (row * WEIGHT_STRIDE)[:, None] + piece, weight + (row1 * WEIGHT_STRIDE)[:, None] + piece
+    sums = tl.zeros((WAVES, 16, 16), tl.float32)
+    paired = sums
+    rows, rows1, parts = load_row_step(x_lanes, upper, lower, 0, K, PAIRED, WAVES, gate)
+    for start in tl.static_range(0, K, 128 * WAVES):
+        now, now1, left = rows, rows1, join_run(parts, WAVES)
+        if start + 128 * WAVES < K:
+            rows, rows1, parts = load_row_step(x_lanes, upper, lower, start + 128 * WAVES, K, PAIRED, WAVES, gate)
+        sums = tl.dot(left, tl.permute(join_run(now, WAVES), (0, 2, 1)), sums)
+        if PAIRED:
+            paired = tl.dot(left, tl.permute(join_run(now1, WAVES), (0, 2, 1)), paired)
+    store_waves(sums, paired, first, None, bias, residual, result, tokens, N, RESIDUAL_STRIDE, RESULT_STRIDE, SWIGLU,
+                PAIRED)

@@ -19,7 +19,15 @@ from mmcompile.lower.select import Selector
 from mmcompile.targets._emit import emit_kernel
 from mmcompile.targets._kernels.catalogue import list_kernels
 from mmcompile.targets._kernels.linear import Blocks
-from mmcompile.targets._tuned.linear_mfma import WAVES, Waves, choose_waves, emit_waves, want_waves
+from mmcompile.targets._tuned.linear_mfma import (
+    ROWS,
+    WAVES,
+    Waves,
+    choose_waves,
+    emit_wave_rows,
+    emit_waves,
+    want_waves,
+)
 from mmcompile.targets._tuned.linear_waves import decode_lanes
 from mmcompile.targets._tuned.waves_gemm import emit_waves_gemm
 from tests.kernels.conftest import poisoned_like, relative_error
@@ -47,6 +55,14 @@ CASES = {
 }
 
 
+ROW_CASES = {
+    "one token": (1, 32, 512, "none", False, False, BF16, Waves(2)),
+    "tail of k and of rows": (7, 72, 584, "none", False, True, BF16, Waves(4)),
+    "gate and up": (11, 80, 512, "swiglu", True, True, BF16, Waves(2)),
+    "tail of 32 rows": (9, 40, 64, "none", True, False, F16, Waves(1, paired=True)),
+}
+
+
 def interpret(interpreter, source, tensors, result, grid):
     values = {**tensors, "result": poisoned_like(result), "tokens": len(tensors["x"])}
     after = interpreter.run(source, [values[p.value] for p in source.parameters], grid)
@@ -61,6 +77,33 @@ def test_decode_matches_reference(case):
     (source,) = emit_waves(call, waves)
     want = reference(tensors, shape[3])
     assert error_of(source, arranged(tensors, WAVE), result, want, TARGET) <= BOUNDS[shape[6]]
+
+
+@pytest.mark.parametrize("case", mark_slow(ROW_CASES, {"tail of k and of rows"}))
+def test_rows_match_reference(case):
+    *shape, waves = case
+    tensors = make_tensors(*shape, quantized=False)
+    call, result = describe(tensors, shape[3])
+    (source,) = emit_wave_rows(call, waves)
+    assert error_of(source, tensors, result, reference(tensors, shape[3]), TARGET) <= BOUNDS[shape[6]]
+
+
+@pytest.mark.slow
+def test_rows_go_through_no_local_memory():
+    call, _ = describe(make_tensors(1, 32, 512, "none", False, False, BF16, quantized=False), "none")
+    (source,) = emit_wave_rows(call, Waves(2))
+    names = re.findall(r"^\s+([a-z]\w+)", TARGET.compile(source, ARCH).assembly, re.MULTILINE)
+    products = [i for i, name in enumerate(names) if name == "v_mfma_f32_16x16x32_bf16"]
+    assert len(products) == 8 and names[: products[0]].count("global_load_dwordx4") == 16
+    assert not [name for name in names[: products[-1]] if name.startswith("ds_")]
+
+
+def test_rows_are_refused_where_no_lane_loads_16_bytes():
+    call, _ = describe(make_tensors(4, 32, 100, "none", False, False, BF16, quantized=False), "none")
+    assert "no multiple of 8" in ROWS[0].refuse(call, SPEC, ARCH)
+    call, _ = describe(make_tensors(4, 32, 64, "none", False, False, BF16, quantized=False), "none")
+    found, _ = Selector(SPEC, list_kernels(SPEC)).select(call, 512)
+    assert [f.template for f in found] == ["linear_wave_rows16", "linear_skinny32", "linear_gemm"]
 
 
 @pytest.mark.slow
