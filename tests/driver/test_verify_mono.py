@@ -103,6 +103,25 @@ def test_a_real_step_agrees_with_its_standalone_launches(target: str, tmp_path: 
         assert verdicts and all(v.verdict == "ok" for v in verdicts), [v.reason for v in verdicts]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "quantization", "cache"), [
+    ("sm90", "nvfp4_mxfp8", "nvfp4"), ("sm90", "none", "float8_e4m3fn"), ("sm100", "nvfp4_mxfp8", "nvfp4"),
+    ("sm107", "nvfp4_mxfp8", "nvfp4"), ("gfx950", "nvfp4_mxfp8", "nvfp4"), ("gfx950", "none", "auto"),
+])  # fmt: skip
+def test_block_sparse_attention_and_experts_have_the_bits_of_standalone_launches(
+    target: str, quantization: str, cache: str, tmp_path: Path
+) -> None:
+    """One dense layer, and one with an indexer and experts, whose ids and blocks only the device knows."""
+    options = BuildOptions(
+        targets=(target,), weights="none", max_context=256, max_batch=2, max_tokens=32, mono="step",
+        quantization=quantization, cache_dtype=cache,
+    )  # fmt: skip
+    path = build("minimax-m3-tiny-slice:2", tmp_path / "a", options)
+    for programs in (4, 5):
+        verdicts = verify_schedules(path, programs=programs)
+        assert verdicts and all(v.verdict == "ok" and v.equal == 1.0 for v in verdicts), [v.reason for v in verdicts]
+
+
 def catch(kinds: tuple[str, ...], *arguments: Any, **options: Any) -> EmulationFault:
     with pytest.raises(EmulationFault) as caught:
         execute(*arguments, **options)
