@@ -62,7 +62,8 @@ def test_rows_match_reference(name, case):
     assert error_of(source, tensors, result, reference(tensors, shape[3]), TARGETS[name]) <= BOUNDS[shape[6]]
 
 
-@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_every_code_with_every_scale_is_exact(dtype):
     """The assembly that decode and prefill share."""
     text = decode_word(str(dtype).removeprefix("torch."), pairs=True)

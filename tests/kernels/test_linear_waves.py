@@ -49,7 +49,7 @@ CASES = {
     # tokens, weight rows, k, activation, bias, residual, dtype, waves
     "one token": (1, 32, 512, "none", False, False, BF16, Waves(2)),
     "waves without work": (8, 32, 768, "none", False, True, BF16, Waves(2)),
-    "gate and up": (11, 64, 768, "swiglu", True, True, BF16, Waves(2)),
+    "gate and up": (11, 32, 768, "swiglu", True, True, BF16, Waves(2)),
     "32 rows": (16, 64, 512, "none", True, False, BF16, Waves(1, paired=True)),
     "float16": (3, 32, 512, "none", False, True, F16, Waves(2)),
 }
@@ -79,7 +79,7 @@ def test_decode_matches_reference(case):
     assert error_of(source, arranged(tensors, WAVE), result, want, TARGET) <= BOUNDS[shape[6]]
 
 
-@pytest.mark.parametrize("case", mark_slow(ROW_CASES, {"tail of k and of rows"}))
+@pytest.mark.parametrize("case", mark_slow(ROW_CASES, set()))
 def test_rows_match_reference(case):
     *shape, waves = case
     tensors = make_tensors(*shape, quantized=False)
