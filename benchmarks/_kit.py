@@ -33,11 +33,14 @@ class Kit:
             check(cu.cuFuncSetAttribute(function, attribute, launch["shared"]))
         return function
 
-    def find(self, tokens: int, *, portable: bool = False, **labels: str) -> dict[str, Any]:
+    def list(self, tokens: int, **labels: object) -> list[dict[str, Any]]:
+        """The entries that admit so many tokens and have these labels."""
+        return [e for e in self._entries if all(e.get(name) == value for name, value in labels.items())
+                and (e["max_tokens"] or 1 << 30) >= tokens]  # fmt: skip
+
+    def find(self, tokens: int, *, portable: bool = False, **labels: object) -> dict[str, Any]:
         """The first entry with these labels that admits so many tokens, with tuned kernels or without."""
-        return next(e for e in self._entries
-                    if all(e.get(name) == value for name, value in {**labels, "portable": portable}.items())
-                    and (e["max_tokens"] or 1 << 30) >= tokens)  # fmt: skip
+        return self.list(tokens, portable=portable, **labels)[0]
 
     def run(self, entry: dict[str, Any], values: dict[str, Any], symbols: dict[str, int]) -> None:
         """Queue the entry's launches; ``values``: tensors by what the launch passes."""

@@ -48,10 +48,13 @@ def list_choices(selector: Selector, call: OpCall, largest: int) -> list[dict[st
     ]  # fmt: skip
 
 
-def write_kit(out: Path, calls: Iterable[tuple[dict[str, Any], OpCall, int]]) -> None:
+def write_kit(
+    out: Path, calls: Iterable[tuple[dict[str, Any], OpCall, int]], others: Iterable[dict[str, Any]] = ()
+) -> None:
     """kit.json and the cubins for (labels, call, largest number of tokens).
 
-    An entry is what is chosen up to a number of tokens; with "portable" what --portable would choose.
+    An entry is what is chosen up to a number of tokens; with "portable" what --portable would choose. others: entries
+    like those of ``list_choices`` to add behind them.
     """
     out.mkdir(parents=True, exist_ok=True)
     calls, entries = list(calls), []
@@ -60,6 +63,7 @@ def write_kit(out: Path, calls: Iterable[tuple[dict[str, Any], OpCall, int]]) ->
         for labels, call, largest in calls:
             for choice in list_choices(selector, call, largest):
                 entries.append({"op": call.op, **labels, "portable": portable, **choice})
+    entries += others
     sources = {source.digest: source for entry in entries for source in entry["sources"]}
     launches = dict(zip(sources, compile_launches(list(sources.values()), out), strict=True))
     for entry in entries:

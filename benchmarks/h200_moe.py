@@ -1,6 +1,7 @@
 """Mixtures of experts on an NVIDIA GPU: NVFP4 tuned and portable against bf16, torch.compile and the limit; encoding.
 
 python benchmarks/h200_moe.py kit [--models minimax-m3] [--tokens 1 2 4 8 16 128 1024 8192] [--routing random one]
+python benchmarks/h200_moe.py kit --sweep --tokens 1 4 16     (a kit with --sweep: the decode kernels one by one)
 python benchmarks/h200_moe.py --cpu     (no GPU: the peers' formulas against the operation's reference)
 
 ``kit``: the folder that moe_kit.py made. Every kernel is first checked against its operation's reference. "limit" is
@@ -16,6 +17,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +156,15 @@ class Bench:
         """The sizes."""
         return MODELS[self.name]
 
-    def prepare(self) -> None:
-        """Random weights in both formats."""
-        self.weights = {op: make_weights(self.model, op, "cuda") for op in BYTES}
+    def prepare(self, ops: tuple[str, ...] = tuple(BYTES)) -> None:
+        """Random weights of the operations."""
+        torch.manual_seed(0)
+        self.weights = {op: make_weights(self.model, op, "cuda") for op in ops}
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.weights, self.arranged = {}, {}
+        torch.cuda.empty_cache()
 
     def find_weights(self, entry: dict[str, Any]) -> dict[str, Tensor]:
         """The weights of an entry, arranged once."""
@@ -169,21 +177,22 @@ class Bench:
 
     def time_entry(self, op: str, sets: list[dict[str, Tensor]], portable: bool) -> tuple[float, float, str]:
         """Microseconds of a kernel, its error against the reference, and the template."""
-        tokens = len(sets[0]["x"])
-        entry = self.kit.find(tokens, portable=portable, op=op, model=self.name)
+        entry = self.kit.find(len(sets[0]["x"]), portable=portable, op=op, model=self.name)
+        values, error = self.check_entry(entry, sets)
+        return time_graph(partial(self.run_turn, entry, values, sets), len(sets)), error, entry["template"]
+
+    def check_entry(self, entry: dict[str, Any], sets: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], float]:
+        """What the launches of an entry pass beside the operands, and the error of a run against the reference."""
+        symbols = {"tokens": len(sets[0]["x"])}
         values = self.find_weights(entry) | {"result": torch.full_like(sets[0]["x"], math.nan)}
         for scratch in entry["scratch"]:
-            size = [evaluate(n, {"tokens": tokens}) for n in scratch["shape"]]
+            size = [evaluate(n, symbols) for n in scratch["shape"]]
             dtype = getattr(torch, scratch["dtype"])
             values[f"scratch:{scratch['name']}"] = torch.empty(size, dtype=dtype, device="cuda")
-
-        def call(i: int) -> None:
-            self.kit.run(entry, values | sets[i], {"tokens": tokens})
-
-        call(0)
+        self.kit.run(entry, values | sets[0], symbols)
+        op = entry["op"]
         want = getattr(torch.ops.mm, op)(**sets[0], **self.weights[op], **self.model.attributes)
-        error = compare(values["result"], want)
-        return time_graph(call, len(sets)), error, entry["template"]
+        return values, compare(values["result"], want)
 
     def time_peer(self, peer: str, sets: list[dict[str, Tensor]]) -> float:
         """Microseconds of torch's way over bf16 weights; nan where it is not asked for."""
@@ -213,6 +222,36 @@ class Bench:
             yield [self.name, tokens, routing, touched, temperature, template.removeprefix("moe_nvfp4_"),
                    f"{micros:.1f}", f"{limit:.1f}", f"{limit / micros:.2f}", f"{portable:.1f}", f"{bf16:.1f}",
                    *(f"{t:.1f}" for t in peers), f"{best / micros:.2f}", f"{error:.1e}"]  # fmt: skip
+
+    def run_turn(self, entry: dict[str, Any], values: dict[str, Tensor], sets: list[dict[str, Tensor]], i: int) -> None:
+        """Queue the launches of an entry on the operands of a turn."""
+        self.kit.run(entry, values | sets[i], {"tokens": len(sets[i]["x"])})
+
+    def sweep(self, tokens: int) -> Iterator[list[object]]:
+        """Rows for each kernel and configuration of one number of tokens, cold, the fastest first.
+
+        A kernel runs by itself, over experts and routes that take turns.
+        """
+        model, chosen = self.model, choose(self.model, tokens, "random", "cuda")
+        touched, name = len(torch.unique(chosen)), "moe_nvfp4_only_token" if tokens == 1 else "moe_nvfp4_slot_lanes"
+        count, symbols, rows = min(MOST_SETS, max(2, model.experts // touched)), {"tokens": tokens}, []
+        sets = [make_set(model, turn_experts(chosen, model.experts, i)) for i in range(count)]
+        for entry in self.kit.list(tokens, model=self.name, template=name):
+            values, error = self.check_entry(entry, sets)
+            for one in sets:  # every turn has the routes that the first kernel leaves
+                self.kit.run(entry | {"launches": entry["launches"][:1]}, values | one, symbols)
+                one["scratch:routes"] = values["scratch:routes"].clone()
+            for launch, (stack, (n, k)) in zip(entry["launches"], model.stacks.items(), strict=False):
+                moved = touched * (n * k * BYTES["moe_nvfp4"] + 4 * n)
+                alone = partial(self.run_turn, entry | {"launches": [launch]}, values, sets)
+                micros = time_graph(alone, count)
+                rows.append([self.name, tokens, stack, entry.get("config", "selected"), launch["registers"], micros,
+                             f"{moved / micros / 1e3:.0f}", f"{moved / micros * 1e6 / self.bandwidth:.2f}",
+                             f"{error:.1e}"])  # fmt: skip
+            for one in sets:
+                del one["scratch:routes"]
+        for row in sorted(rows, key=lambda r: (r[2], r[5])):
+            yield [*row[:5], f"{row[5]:.2f}", *row[6:]]
 
     def measure_encoder(self, tokens: int) -> list[object]:
         """A row for the quantizer of ``tokens`` rows, inputs taking turns."""
@@ -261,6 +300,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 128, 512, 2048, 8192])
     parser.add_argument("--routing", nargs="+", choices=("random", "one"), default=["random"])
+    parser.add_argument("--sweep", action="store_true", help="time the decode kernels of a swept kit one by one")
     parser.add_argument("--peer", default="max-autotune-no-cudagraphs", help="a mode of torch.compile, eager, or none")
     arguments = parser.parse_args()
     if arguments.cpu:
@@ -275,19 +315,35 @@ def main() -> None:
     kit, bandwidth, rate = Kit(arguments.kit), measure_copy(), measure_rate()
     print(torch.cuda.get_device_name(), f"copy {bandwidth / 1e12:.2f} TB/s, {rate / 1e12:.0f} TFLOP/s", "torch",
           torch.__version__, flush=True)  # fmt: skip
+    benches = [Bench(kit, name, bandwidth, rate, arguments.peer) for name in arguments.models]
+    if arguments.sweep:
+        print_sweep(benches, arguments.tokens)
+    else:
+        print_measurements(benches, arguments.tokens, arguments.routing)
+
+
+def print_sweep(benches: list[Bench], tokens: list[int]) -> None:
+    """The table of the decode kernels by themselves."""
+    header = ["model", "tokens", "stack", "config", "registers", "us", "GB/s", "of copy", "error"]
+    for bench in benches:
+        bench.prepare(("moe_nvfp4",))
+        rows = [row for count in tokens if count <= SELECTED_TOKENS for row in bench.sweep(count)]
+        print_table(f"Decode kernels of {bench.name}", header, rows)
+        bench.release()
+
+
+def print_measurements(benches: list[Bench], tokens: list[int], routings: list[str]) -> None:
+    """The tables of everything else."""
     header = ["model", "tokens", "routing", "experts", "L2", "template", "us", "limit us", "limit / ours",
               "portable us", "bf16 us", "torch select us", "torch grouped us", "best bf16 / ours", "error"]  # fmt: skip
     table, encoded = [], []
-    for name in arguments.models:
-        torch.manual_seed(0)
-        bench = Bench(kit, name, bandwidth, rate, arguments.peer)
-        encoded += [bench.measure_encoder(tokens) for tokens in ENCODED_TOKENS]
+    for bench in benches:
+        encoded += [bench.measure_encoder(count) for count in ENCODED_TOKENS]
         bench.prepare()
-        for tokens in arguments.tokens:
-            for row in (r for routing in arguments.routing for r in bench.measure(tokens, routing)):
-                print(*row, flush=True)
-                table.append(row)
-        torch.cuda.empty_cache()
+        for row in (r for count in tokens for routing in routings for r in bench.measure(count, routing)):
+            print(*row, flush=True)
+            table.append(row)
+        bench.release()
     print_table("NVFP4 experts", header, table)
     header = ["rows", "us", "limit us", "limit / ours", "torch us", "other bytes"]
     print_table("NVFP4 encoding of activations", header, encoded)

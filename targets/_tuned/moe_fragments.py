@@ -146,7 +146,7 @@ def _emit_lanes(call: OpCall, arch: Architecture, made: Projection, config: Conf
         "BARRIER": repr(hold_loads()),
         "PAIRED": config.paired,
     }
-    shape = Shape(32 if config.paired else 16, warps, 1, {"HMMA.16816": True})
+    shape = Shape(32 if made.gated or config.paired else 16, warps, 1, {"HMMA.16816": True})
     return replace(_emit(call, arch, made, shape, own), lanes=True, max_registers=config.max_registers)
 
 
@@ -155,13 +155,14 @@ def _choose(call: OpCall, stack: Stack, gated: bool, groups: int, spec: TargetSp
     return choose_fragments(stack.rows * count_places(call), stack.k, groups, gated, spec.units)
 
 
-def _emit_slots(only: bool, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
-    """Two projections with one program for each pair and tile of rows, and the sum; ``only``: the only token's sum is
-    in the second."""
+def emit_slots(call: OpCall, arch: Architecture, only: bool, first: Config, second: Config) -> tuple[KernelSource, ...]:
+    """Two projections, a program for each pair and tile of rows, and the sum; the ``only`` token's is in the second.
+
+    first, second: how gate and up are cut, and down.
+    """
     x, experts, places, (gate_up, down) = need(call, "x"), need(call, "experts"), count_places(call), list_stacks(call)
-    hidden, routes, chosen = (scratch_pointer("hidden", x.dtype), scratch_pointer("routes", "int32"),
-                              pointer("experts", experts))  # fmt: skip
-    grid = f"{x.shape[0]} * {places} * {{}}"
+    hidden, routes = scratch_pointer("hidden", x.dtype), scratch_pointer("routes", "int32")
+    chosen, grid = pointer("experts", experts), f"{x.shape[0]} * {places} * {{}}"
     constants = {
         "X_STRIDE": row_stride(x),
         "CHOICE_STRIDE": row_stride(experts),
@@ -169,18 +170,26 @@ def _emit_slots(only: bool, call: OpCall, spec: TargetSpec, arch: Architecture) 
         "WORDS": ceil_div(SLOT_TOKENS * places, 32),
         "FIND": repr(find_bit()),
     } | activation_constants(call)
-    first = Projection(tile_slot_lanes_gate_up, "slot_lanes_gate_up", gate_up, True, grid,
-                       (pointer("x", x), chosen, hidden, routes), constants)  # fmt: skip
-    sources = [_emit_lanes(call, arch, first, _choose(call, gate_up, True, 1, spec))]
+    made = Projection(tile_slot_lanes_gate_up, "slot_lanes_gate_up", gate_up, True, grid,
+                      (pointer("x", x), chosen, hidden, routes), constants)  # fmt: skip
+    source = _emit_lanes(call, arch, made, first)
     if only:
         names = ["weights", *(["residual"] if is_present(call, "residual") else [])]
         parameters = (hidden, chosen, *(pointer(n, need(call, n)) for n in names), pointer("result", call.results[0]))
-        second = Projection(tile_only_token_down, "only_token_down", down, False, "{}", parameters, {"TOP_K": places})
-        config = choose_fragments(down.rows, down.k * places, 1, False, spec.units)
-        return (*sources, _emit_lanes(call, arch, second, replace(config, paired=False)))
-    second = Projection(tile_slot_lanes_down, "slot_lanes_down", down, False, grid,
-                        (hidden, routes, scratch_pointer("outputs", x.dtype)), {})  # fmt: skip
-    return (*sources, _emit_lanes(call, arch, second, _choose(call, down, False, 1, spec)), emit_combine(call, arch))
+        made = Projection(tile_only_token_down, "only_token_down", down, False, "{}", parameters, {"TOP_K": places})
+        return source, _emit_lanes(call, arch, made, replace(second, paired=False))
+    made = Projection(tile_slot_lanes_down, "slot_lanes_down", down, False, grid,
+                      (hidden, routes, scratch_pointer("outputs", x.dtype)), {})  # fmt: skip
+    return source, _emit_lanes(call, arch, made, second), emit_combine(call, arch)
+
+
+def _emit_slots(only: bool, call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSource, ...]:
+    """In the configurations of linear layers of as many rows; the only token's experts are one after the other in K."""
+    (gate_up, down), places = list_stacks(call), count_places(call)
+    second = _choose(call, down, False, 1, spec)
+    if only:
+        second = choose_fragments(down.rows, down.k * places, 1, False, spec.units)
+    return emit_slots(call, arch, only, _choose(call, gate_up, True, 1, spec), second)
 
 
 def _list_groups(call: OpCall, kind: str, tiles: tuple[Any, Any], columns: int) -> tuple[Projection, Projection]:
