@@ -1,6 +1,6 @@
 """Tuned norms, RoPE and insertion into NVFP4 pages in lane order, for Hopper: half a warp a head, one launch.
 
-A program has four warps and one token: eight heads of q, or eight of [k | v | index_q | index_k], each kind filled up
+A program has four warps and one token: sixteen heads of q, or eight of [k | v | index_q | index_k], each kind filled up
 to whole warps. Nothing but the norm's sum, a head's rotation and a block's largest value goes from lane to lane.
 """
 
@@ -24,6 +24,8 @@ from mmcompile.targets._kernels.qkv_project import FORMATS
 from mmcompile.targets._tuned import insert_ptx, linear_fragments, sparse_ptx
 
 HEAD_DIM, WARPS = 128, 4
+EACH = 2
+"""Heads of q a half warp: what it knows of weights and angles serves all of them."""
 _NORMS = ("q_weight", "k_weight", "index_q_weight", "index_k_weight")
 _PLACES = ("positions", "cos_sin", "kv_cache", "index_cache", "slot_mapping")
 
@@ -54,28 +56,20 @@ def norm_words(words, weight, EPS: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl
 
 
 @triton.jit
-def turn_value(own, other, cos, sin, sign):
-    """One value of a rotated pair; products and the sum round to bf16 as in ``rotate_halves``."""
-    product = (own * cos).to(tl.bfloat16).to(tl.float32)
-    return (product + sign * (other * sin).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
+def load_turn(cos_row, lane, register, HALF: tl.constexpr):
+    """Words of cosines and of sines with their signs for the lanes whose values turn; ``cos_row``: of the token."""
+    place = cos_row + (lane % (HALF // 8) * 4)[:, None] + register[None, :]
+    turns = (lane < HALF // 4)[:, None]
+    sin = tl.load(place + HALF // 2, mask=turns, other=0)
+    negative = tl.full(sin.shape, -2147450880, tl.int32)  # the signs of two bf16
+    return tl.load(place, mask=turns, other=0), tl.where((lane < HALF // 8)[:, None], sin ^ negative, sin)
 
 
 @triton.jit
-def turn_words(words, cos_row, lane, register, HALF: tl.constexpr, SWAP_LANES: tl.constexpr):
-    """Heads, 16 lanes each, with the first 2 HALF values rotated; ``cos_row``: words of the token's cosines, sines."""
-    turns = lane < HALF // 4
-    place = cos_row + (lane % (HALF // 8) * 4)[:, None] + register[None, :]
-    cos = tl.load(place, mask=turns[:, None], other=0)
-    sin = tl.load(place + HALF // 2, mask=turns[:, None], other=0)
-    other = tl.inline_asm_elementwise(SWAP_LANES[0], SWAP_LANES[1], [words], tl.int32, True, 4)
-    low, high = split_words(words)
-    other_low, other_high = split_words(other)
-    cos_low, cos_high = split_words(cos)
-    sin_low, sin_high = split_words(sin)
-    sign = tl.where(lane < HALF // 8, -1.0, 1.0)[:, None]
-    turned = join_words(turn_value(low, other_low, cos_low, sin_low, sign),
-                        turn_value(high, other_high, cos_high, sin_high, sign))
-    return tl.where(turns[:, None], turned, words)
+def turn_words(words, cos, sin, lane, HALF: tl.constexpr, TURN_WORDS: tl.constexpr):
+    """Heads, 16 lanes each, with the first 2 HALF values rotated."""
+    turned = tl.inline_asm_elementwise(TURN_WORDS[0], TURN_WORDS[1], [words, cos, sin], tl.int32, True, 4)
+    return tl.where((lane < HALF // 4)[:, None], turned, words)
 
 
 @triton.jit
@@ -84,24 +78,26 @@ def tile_insert_lanes(token, block, qkv, q_weight, k_weight, index_q_weight, ind
                       KV_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr,
                       QKV_STRIDE: tl.constexpr, COS_STRIDE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
                       INDEX_PAGE_STRIDE: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
-                      ROUND: tl.constexpr, WARPS: tl.constexpr, SUM_LANES: tl.constexpr, SWAP_LANES: tl.constexpr,
-                      STORE_BLOCK: tl.constexpr):
-    """One token: 8 heads of q for ``block`` < Q_BLOCKS, else 8 of the others, ``index_cache`` None for no index."""
+                      ROUND: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constexpr, SUM_LANES: tl.constexpr,
+                      TURN_WORDS: tl.constexpr, STORE_BLOCK: tl.constexpr):
+    """One token: 8 * EACH heads of q for ``block`` < Q_BLOCKS, else 8 of the others; no index if its cache is None."""
     thread, register = tl.arange(0, 32 * WARPS), tl.arange(0, 4)
     lane, place = thread % 16, (thread % 16 * 4)[:, None] + register[None, :]
     token = token.to(tl.int64)
     row = qkv.to(tl.pointer_type(tl.int32), bitcast=True) + token * (QKV_STRIDE // 2)
     position = tl.load(positions + token).to(tl.int64)
     cos_row = cos_sin.to(tl.pointer_type(tl.int32), bitcast=True) + position * (COS_STRIDE // 2)
+    cos, sin = load_turn(cos_row, lane, register, HALF)
     if block < Q_BLOCKS:
-        head = block * (2 * WARPS) + thread // 16
-        mask = (head < HEADS)[:, None]
-        words = tl.load(row + (head * 64)[:, None] + place, mask=mask, other=0)
         weight = tl.load(q_weight.to(tl.pointer_type(tl.int32), bitcast=True) + place)
-        words = norm_words(words, weight, EPS, OFFSET, ROUND, SUM_LANES)
-        words = turn_words(words, cos_row, lane, register, HALF, SWAP_LANES)
         rows = result.to(tl.pointer_type(tl.int32), bitcast=True) + token * (HEADS * 64)
-        tl.store(rows + (head * 64)[:, None] + place, words, mask=mask)
+        for i in tl.static_range(EACH):
+            head = (block * EACH + i) * (2 * WARPS) + thread // 16
+            mask = (head < HEADS)[:, None]
+            words = tl.load(row + (head * 64)[:, None] + place, mask=mask, other=0)
+            words = norm_words(words, weight, EPS, OFFSET, ROUND, SUM_LANES)
+            words = turn_words(words, cos, sin, lane, HALF, TURN_WORDS)
+            tl.store(rows + (head * 64)[:, None] + place, words, mask=mask)
     else:
         SIDE: tl.constexpr = (KV_HEADS + 1) // 2 * 2  # half warps that a side takes
         number = (block - Q_BLOCKS) * (2 * WARPS) + thread // 16
@@ -122,7 +118,7 @@ def tile_insert_lanes(token, block, qkv, q_weight, k_weight, index_q_weight, ind
             active |= is_index_q | is_index_k
         raw = tl.load(row + (head * 64)[:, None] + place, mask=active[:, None], other=0)
         words = norm_words(raw, weight, EPS, OFFSET, ROUND, SUM_LANES)
-        words = turn_words(words, cos_row, lane, register, HALF, SWAP_LANES)
+        words = turn_words(words, cos, sin, lane, HALF, TURN_WORDS)
         words = tl.where(is_value[:, None], raw, words)
         slot = tl.load(slot_mapping + token).to(tl.int64)
         page, key = slot >> 7, (slot & 127).to(tl.int32)
@@ -175,7 +171,7 @@ def _emit(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSou
     heads, kv_heads = int(call.attributes["num_heads"]), int(call.attributes["num_kv_heads"])
     index_heads = int(call.attributes["num_index_heads"]) if index else 0
     half = int(table.shape[1]) // 2
-    q_blocks = ceil_div(heads, 2 * WARPS)
+    q_blocks = ceil_div(heads, 2 * WARPS * EACH)
     others = 4 * ceil_div(kv_heads, 2) + (2 * ceil_div(index_heads, 2) + 1 if index else 0)
     constants: dict[str, Any] = {
         "HEADS": heads, "KV_HEADS": kv_heads, "INDEX_HEADS": index_heads, "Q_BLOCKS": q_blocks,
@@ -183,9 +179,9 @@ def _emit(call: OpCall, spec: TargetSpec, arch: Architecture) -> tuple[KernelSou
         "PAGE_STRIDE": int(need(call, "kv_cache").strides[0]),
         "INDEX_PAGE_STRIDE": int(need(call, "index_cache").strides[0]) if index else 0, "HALF": half,
         "EPS": float(call.attributes["eps"]), "OFFSET": float(call.attributes.get("weight_offset", 0.0)),
-        "ROUND": bool(call.attributes.get("round_before_scale", True)), "WARPS": WARPS,
+        "ROUND": bool(call.attributes.get("round_before_scale", True)), "EACH": EACH, "WARPS": WARPS,
         "SUM_LANES": sparse_ptx.as_constant(insert_ptx.sum_lanes()),
-        "SWAP_LANES": sparse_ptx.as_constant(insert_ptx.swap_lanes(half // 8)),
+        "TURN_WORDS": sparse_ptx.as_constant(insert_ptx.turn_words(half // 8)),
         "STORE_BLOCK": sparse_ptx.as_constant(insert_ptx.store_block()),
     }  # fmt: skip
     names = ["qkv", *_NORMS, *_PLACES]

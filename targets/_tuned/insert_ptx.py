@@ -23,11 +23,17 @@ def sum_lanes() -> Text:
     return asm.build()
 
 
-def swap_lanes(distance: int) -> Text:
-    """The words of the lane whose number differs in the bit ``distance``."""
-    asm = Assembly(["=r"] * 4)
-    words = asm.take("r")
-    asm.add(*(f"shfl.sync.bfly.b32 ${i}, {words[i]}, {distance}, 31, -1;" for i in range(4)))
+def turn_words(distance: int) -> Text:
+    """Words times cosines plus words of the lane whose number differs in the bit ``distance`` times sines.
+
+    Operands: words of values, of cosines, of sines with their signs. Products and sums round to bf16.
+    """
+    asm = Assembly(["=&r"] * 4)
+    words, cos, sin = asm.take("r"), asm.take("r"), asm.take("r")
+    asm.add(".reg .b32 x, y;")
+    for i in range(4):
+        asm.add(f"shfl.sync.bfly.b32 x, {words[i]}, {distance}, 31, -1; mul.rn.bf16x2 x, x, {sin[i]};")
+        asm.add(f"mul.rn.bf16x2 y, {words[i]}, {cos[i]}; add.rn.bf16x2 ${i}, y, x;")
     return asm.build()
 
 

@@ -41,7 +41,7 @@ HALVES_CONFIGS = (
     (1, Config(4, 16, False)),
     (16, Config(4, 4, False)),
     (32, Config(8, 1, False)),
-    (None, Config(4, 1, False)),
+    (None, Config(4, 1, False, 192)),
 )
 """The same for bf16."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ def check(template: KernelTemplate, lengths: list[int], new: list[int], kv_heads
     operands, want = make_attention(dtype, lengths, new, kv_heads, count)
     have = run(template, operands, want.bfloat16(), ATTENTION)
     error = (have.float() - want).norm() / want.norm()
-    assert float(error) < 2.5e-3, float(error)
+    # parts and results are rounded to bf16, by at most 2^-9 each; so are the weights where the pages are bf16
+    assert float(error) < math.sqrt(2 if dtype == torch.float8_e4m3fn else 3) * 2**-9, float(error)
     assert not have[(want == 0).all(-1)].any(), "queries that see nothing give zeros"
 
 
