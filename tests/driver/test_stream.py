@@ -13,11 +13,11 @@ import torch
 
 import mmcompile.driver
 from mmcompile.core.errors import LoweringError, ToolchainError, VerificationError
-from mmcompile.core.plan import Binary, Kernel, Plan, Schedule
+from mmcompile.core.plan import Binary, Kernel, Plan, Schedule, Stream
 from mmcompile.core.stream import FAULT_WORD, drop_streams
 from mmcompile.driver import BuildOptions, build, verify_mono
 from mmcompile.driver.emulated_device import EmulatedDriver
-from mmcompile.driver.mono import prove_stream
+from mmcompile.driver.mono import _offer_stream, prove_stream
 from mmcompile.driver.mono_summary import list_schedules
 from mmcompile.driver.shorten import with_schedule
 from mmcompile.driver.summary import measure_memory
@@ -203,6 +203,16 @@ def test_ranges_end_where_a_streamed_step_does() -> None:
     phase = model.plan().phases["decode"].model_copy(update={"launches": tuple(model.launches)})
     merges, _ = propose_merges(phase, model.stages, (1, 2, 4, 8))
     assert [(m.low, m.high) for m in merges] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16)]
+
+
+def test_portable_builds_and_launches_a_layer_have_no_stream() -> None:
+    decoder = Decoder(1)
+    offers = {
+        (mono, portable): _offer_stream(decoder.plan(), SMALL, 1, mono, portable).find(1)
+        for mono, portable in (("step", False), ("step", True), ("layer", False))
+    }
+    assert isinstance(offers["step", False], Stream)
+    assert "--portable" in str(offers["step", True]) and "--mono layer" in str(offers["layer", False])
 
 
 def test_the_fastest_mode_is_chosen_and_the_reason_against_a_stream_is_kept() -> None:
