@@ -118,6 +118,18 @@ def _rename(name: str, parameters: Container[str]) -> str:
     return name
 
 
+def find_parameter(name: str, parameters: Container[str]) -> str:
+    """The parameter that the stored tensor ``name`` is, or is a part of (an expert, a gate); "" if there is none."""
+    spelled = _rename(name, parameters)
+    module = spelled.removesuffix(".weight")
+    match = _EXPERT.fullmatch(module)
+    if match is not None and _names_expert(module, parameters):
+        stacks = (p for p, spellings in _PARTS.items() if any(match[3] in parts for parts in spellings))
+        return next((f"{match[1]}.{p}" for p in stacks), "")
+    merged = _GATES.sub("gate_up_proj.weight", spelled)
+    return next((found for found in (spelled, merged) if found in parameters), "")
+
+
 def _merge_gates(checkpoint: Checkpoint, parameters: Container[str]) -> Checkpoint:
     """Gate and up of a dense layer as one, gate above, where the model has one matrix for both (transformers' M3)."""
     tensors, scaled = dict(checkpoint.tensors), dict(checkpoint.mxfp8)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import mmcompile
-from mmcompile.cli import build, export, inspect, lists, run, tune, verify
+from mmcompile.cli import build, export, inspect, lists, quantize, run, tune, verify
 from mmcompile.cli.console import print_error, print_json
 from mmcompile.core.errors import MMError, unknown_name
 
@@ -32,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (build, export, run, inspect, verify, tune, lists):
+for module in (build, quantize, export, run, inspect, verify, tune, lists):
     module.register(app)
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-VERBS = ("build", "run", "inspect", "verify", "targets", "passes", "models", "doctor")
+VERBS = ("build", "quantize", "run", "inspect", "verify", "targets", "passes", "models", "doctor")
 ANSI = re.compile(r"\x1b\[")
 
 
