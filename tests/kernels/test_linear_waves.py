@@ -215,6 +215,17 @@ def test_loads_are_ahead_of_the_arithmetic():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("rows", "k"), [(4096, 4096), (4096, 14336), (128, 6144)])
+def test_no_register_is_spilled(rows, k):
+    """Those with the most waves, the most steps, and both tiles."""
+    activation = "swiglu" if rows == 128 else "none"
+    tensors = make_tensors(1, rows, k, activation, False, False, BF16, quantized=True)
+    call, _ = describe(tensors, activation, LAYOUTS[WAVE])
+    (source,) = WAVES[0].emit(call, SPEC, ARCH)
+    assert TARGET.compile(source, ARCH).metadata["spills"] == 0
+
+
+@pytest.mark.slow
 def test_an_mfma_keeps_its_distance_from_assembly_that_writes_its_operands():
     """Two cycles between a VALU's write and an MFMA's read; LLVM sees to it elsewhere."""
     lines = [line for line in list_instructions(512, Waves(1), dtype=F16) if not line.startswith("v_mov")]
@@ -232,7 +243,8 @@ def test_an_mfma_keeps_its_distance_from_assembly_that_writes_its_operands():
     ("rows", "k", "swiglu", "expected"),
     [
         (2048, 2048, False, Waves(8)),
-        (2048, 8192, False, Waves(16)),
+        (2048, 8192, False, Waves(8)),
+        (3072, 4096, True, Waves(8, paired=True)),
         (6144, 4096, False, Waves(16)),
         (16384, 2048, True, Waves(8, paired=True)),
         (128256, 2048, False, Waves(4, paired=True)),
