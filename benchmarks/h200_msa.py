@@ -1,6 +1,6 @@
 """Block-sparse attention of MiniMax-M3 on an NVIDIA GPU: scores, selection, attention against bytes and torch.compile.
 
-python benchmarks/h200_msa.py kit [--batch 1 8 32 64] [--context 4096 32768 262144] [--new 1 8] [--peer none]
+python benchmarks/h200_msa.py kit [--quick] [--seconds 480] [--cache nvfp4] [--peer none]
 
 ``kit``: the folder that msa_kit.py made. Every kernel is first checked against its operation's reference. "limit" is
 the time of its bytes at the bandwidth that a copy reaches here; cold = successive calls read other pages, together
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,8 +184,8 @@ class Bench:
     peer_times: dict[Any, float] = field(default_factory=dict)
 
     def time_peer(self, op: str, cache: str, load: Load, sets: list[dict[str, Any]]) -> float:
-        """Microseconds of torch's function; nan where none is asked for, or for several new tokens."""
-        if self.mode == "none" or load.new != 1:
+        """Microseconds of torch's function; nan where none is asked for: only for one new token at 32K."""
+        if self.mode == "none" or load.new != 1 or load.context != 32768 or load.batch > 64:
             return float("nan")
         key = (op, cache.replace("nvfp4", "bfloat16"), load, len(sets) == 1)
         if key not in self.peer_times:
@@ -194,8 +195,10 @@ class Bench:
             self.peer_times[key] = time_graph(lambda i: function(*sets[i]["peer"][1]), len(sets))
         return self.peer_times[key]
 
-    def time_entry(self, entry: dict[str, Any], load: Load, sets: list[dict[str, Any]]) -> tuple[float, str]:
-        """Microseconds of a kernel, and its error against the reference where that is not too large to compute."""
+    def time_entry(
+        self, entry: dict[str, Any], load: Load, sets: list[dict[str, Any]], checked: bool
+    ) -> tuple[float, str]:
+        """Microseconds of a kernel, and its error against the reference if asked for and not too large to compute."""
         op, symbols = entry["op"], load.symbols
         values = allocate(op, entry, load)
 
@@ -205,23 +208,25 @@ class Bench:
         call(0)
         torch.cuda.synchronize()
         error = "-"
-        if load.batch * load.context <= LARGEST_CHECK:
+        if checked and load.batch * load.context <= LARGEST_CHECK:
             error = f"{check_result(op, values['result'], sets[0]['operands'], sets[0]['attributes']):.1e}"
         return time_graph(call, len(sets)), error
 
-    def measure(self, op: str, cache: str, load: Load) -> Iterator[list[object]]:
-        """Rows of the table for one operation and size: hot, then cold."""
+    def measure(
+        self, op: str, cache: str, load: Load, temperatures: tuple[str, ...]
+    ) -> Iterator[list[object]]:
+        """Rows of the table for one operation and size."""
         chosen, portable = (self.kit.find(load.symbols["tokens"], portable=p, op=op, cache=cache)
                             for p in (False, True))  # fmt: skip
         moved = load.count_bytes(op, CACHES[cache])
         pages = len(self.pools[cache][0 if op == "paged_index_score" else 1])
-        for temperature in ("hot", "cold"):
+        for temperature in temperatures:
             copies = 1 if temperature == "hot" else int(max(2, min(64, COLD_BYTES // moved)))
             sets = [list_operations(make_inputs(load, pages), cache, self.pools)[op] for _ in range(copies)]
-            micros, error = self.time_entry(chosen, load, sets)
+            micros, error = self.time_entry(chosen, load, sets, temperature == temperatures[0])
             slower = float("nan")
             if chosen["template"] != portable["template"]:
-                slower, _ = self.time_entry(portable, load, sets)
+                slower, _ = self.time_entry(portable, load, sets, False)
             limit, peer = moved / self.bandwidth * 1e6, self.time_peer(op, cache, load, sets)
             yield [f"{op} {cache}", load.batch, load.context, load.new, temperature, f"{micros:.2f}", f"{limit:.2f}",
                    f"{limit / micros:.2f}", f"{slower:.2f}", f"{peer:.1f}", f"{peer / micros:.2f}", error]  # fmt: skip
@@ -232,32 +237,51 @@ def list_cases(caches: list[str]) -> list[tuple[str, str]]:
     return [(op, cache) for cache in caches for op in OPERATIONS if op != "block_top_k" or cache == caches[0]]
 
 
+def list_loads(op: str, quick: bool) -> list[Load]:
+    """The sizes of an operation. Attention reads as many pages at any context, so few of its sizes differ in that."""
+    if quick:
+        return [Load(b, 32768, n) for n in (1, 8) for b in (1, 8, 64) if op != "block_top_k" or n == 1]
+    batches = {1: (1, 8, 16, 32, 64, 128, 256), 8: (1, 8, 32, 64)}
+    loads = [Load(b, 32768, n) for n in (1, 8) for b in batches[n]]
+    if op == "paged_block_sparse_attention":
+        return loads + [Load(b, c, n) for c in (4096, 262144, 1 << 20) for n in (1, 8) for b in (1, 32)]
+    most = {4096: 256, 262144: 256, 1 << 20: 32}
+    loads += [Load(b, c, n) for c in most for n in (1, 8) for b in batches[n] if b <= most[c] // n]
+    return [load for load in loads if op != "block_top_k" or (load.new == 1 and load.batch <= 64)]
+
+
 def main() -> None:
     """Check, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kit", type=Path)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 262144], help="multiples of 128")
-    parser.add_argument("--new", type=int, nargs="+", default=[1, 8], help="new tokens a sequence")
+    parser.add_argument("--quick", action="store_true", help="context 32K, batch 1, 8 and 64, cold, no torch")
+    parser.add_argument("--seconds", type=float, default=480.0, help="start nothing after that, and say what")
     parser.add_argument("--cache", nargs="+", choices=CACHES, default=list(CACHES))
     parser.add_argument("--peer", default="max-autotune-no-cudagraphs", help="a mode of torch.compile, eager, or none")
     arguments = parser.parse_args()
-    assert all(context % PAGE == 0 for context in arguments.context), "the contexts must be whole pages"
+    begun = time.perf_counter()
     torch.cuda.init()
     torch._dynamo.config.recompile_limit = 64
     bandwidth = measure_copy()
     print(torch.cuda.get_device_name(), f"copy {bandwidth / 1e12:.2f} TB/s", "torch", torch.__version__, flush=True)
     pools = {name: (make_pool(name, 0), make_pool(name, KV_HEADS)) for name in CACHES}
-    bench = Bench(Kit(arguments.kit), pools, bandwidth, arguments.peer)
-    table = []
-    for load in (Load(b, c, n) for n in arguments.new for c in arguments.context for b in arguments.batch):
-        for op, cache in list_cases(arguments.cache):
-            for row in bench.measure(op, cache, load):
-                print(*row, flush=True)
-                table.append(row)
+    bench = Bench(Kit(arguments.kit), pools, bandwidth, "none" if arguments.quick else arguments.peer)
+    temperatures = ("cold",) if arguments.quick else ("hot", "cold")
+    table, missing = [], []
+    cases = [(load, op, cache) for op, cache in list_cases(arguments.cache) for load in list_loads(op, arguments.quick)]
+    # what was never measured first, then by size, so that a cut leaves the largest out
+    for load, op, cache in sorted(cases, key=lambda c: (c[0].context != 32768, c[0].batch * c[0].context)):
+        if time.perf_counter() - begun > arguments.seconds:
+            missing.append(f"{op} {cache} {load}")
+            continue
+        for row in bench.measure(op, cache, load, temperatures):
+            print(*row, flush=True)
+            table.append(row)
     header = ["kernel", "batch", "context", "new", "L2", "us", "limit us", "limit / ours", "portable us", "torch us",
               "torch / ours", "error"]  # fmt: skip
     print_table("Block-sparse attention, 64/4 heads of 128, 16 pages of 128", header, table)
+    if missing:
+        print("not measured, no time left:", *missing, sep="\n")
 
 
 if __name__ == "__main__":

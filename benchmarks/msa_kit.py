@@ -1,6 +1,6 @@
 """Compile the kernels of a block-sparse layer for sm90 without a GPU, for h200_msa.py and h200_qkv.py to run on one.
 
-python benchmarks/msa_kit.py -o kit [--steps attend insert] [--cache nvfp4]
+python benchmarks/msa_kit.py -o kit [--steps attend insert separate] [--cache nvfp4]
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from mmcompile.core.kernel import OpCall, Operand
 HEADS, KV_HEADS, INDEX_HEADS, HEAD_DIM, PAGE, TOP_K, HIDDEN, ROTARY = 64, 4, 4, 128, 128, 16, 6144, 64
 CACHES = ("bfloat16", "float8_e4m3fn", "nvfp4")
 ROWS = HEADS + 2 * KV_HEADS + INDEX_HEADS + 1
-LARGEST = {"attend": 512, "insert": 8192}
+PARTS = {"q": HEADS, "k": KV_HEADS, "index_q": INDEX_HEADS, "index_k": 1}
+"""Heads of what is normed and rotated."""
+LARGEST = {"attend": 2048, "insert": 8192, "separate": 8192}
 
 
 def describe_caches(cache: str) -> tuple[Operand, Operand, dict[str, str], dict[str, str]]:
@@ -75,7 +77,36 @@ def describe_insertion(cache: str) -> list[OpCall]:
     ]
 
 
-STEPS: dict[str, Callable[[str], list[OpCall]]] = {"attend": describe_attention, "insert": describe_insertion}
+def describe_separate(cache: str) -> dict[str, OpCall]:
+    """The insertion as ten launches, by label: norms and rotations of contiguous parts, then one of each cache."""
+    kv_cache, index_cache, of_kv, of_index = describe_caches(cache)
+    calls = {}
+    for name, heads in PARTS.items():
+        rows, tokens = operand(f"{heads}*tokens", HEAD_DIM), operand("tokens", heads, HEAD_DIM)
+        calls[f"norm_{name}"] = OpCall(
+            "rms_norm", {"x": rows, "weight": operand(HEAD_DIM)}, (rows,),
+            {"eps": 1e-6, "weight_offset": 1.0, "round_before_scale": False, "phase": "decode"})  # fmt: skip
+        turned = {"x": tokens, "positions": operand("tokens", dtype="int32"), "cos_sin": operand(1 << 20, ROTARY)}
+        calls[f"rope_{name}"] = OpCall("rope", turned, (tokens,), {"phase": "decode"})
+    slots, keys = operand("tokens", dtype="int64"), operand("tokens", KV_HEADS, HEAD_DIM)
+    calls["insert_kv"] = OpCall(
+        "insert_kv", {"k": keys, "v": keys, "kv_cache": kv_cache, "slot_mapping": slots}, (), of_kv)  # fmt: skip
+    calls["insert_index"] = OpCall(
+        "insert_index", {"index_k": operand("tokens", HEAD_DIM), "index_cache": index_cache, "slot_mapping": slots},
+        (), of_index)  # fmt: skip
+    return calls
+
+
+def label(calls: list[OpCall]) -> dict[str, OpCall]:
+    """By the name of the operation."""
+    return {call.op: call for call in calls}
+
+
+STEPS: dict[str, Callable[[str], dict[str, OpCall]]] = {
+    "attend": lambda cache: label(describe_attention(cache)),
+    "insert": lambda cache: label(describe_insertion(cache)),
+    "separate": describe_separate,
+}
 
 
 def main() -> None:
@@ -85,8 +116,9 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--cache", nargs="+", choices=CACHES, default=CACHES)
     arguments = parser.parse_args()
-    write_kit(arguments.o, (({"cache": cache}, call, LARGEST[step])
-                            for step in arguments.steps for cache in arguments.cache for call in STEPS[step](cache)))
+    write_kit(arguments.o, (({"cache": cache, "op": name}, call, LARGEST[step])
+                            for step in arguments.steps for cache in arguments.cache
+                            for name, call in STEPS[step](cache).items()))
 
 
 if __name__ == "__main__":
