@@ -55,7 +55,7 @@ GROUPS = 2
 """Groups of 8 sorted pairs, the columns of an mma, for tokens beyond those that slots serve."""
 _ROUTE = 16  # words of a slot's route
 _PLACES = 8  # columns of an mma
-_LANE_PAIRS = 8  # an expert, on average, of the tiles of 8 * GROUPS
+_LANE_PAIRS, _NARROW_PAIRS = 8, 48  # an expert on average, of which few experts have more than a tile of 16 or of 64
 _LANE_TOKENS = (512, 256, 128, 64, 32)
 _NARROW_TOKENS = (4096, 2048, 1024, 512, 256, 128)
 
@@ -302,7 +302,7 @@ TEMPLATES: tuple[KernelTemplate, ...] = (
     ),
     *(
         _make(f"fragments64_{tokens}", partial(_emit_gemm, 64), scratch_groups, tokens,
-              partial(_refuse_tokens, tokens, 64))
+              partial(_refuse_tokens, tokens, _NARROW_PAIRS))
         for tokens in _NARROW_TOKENS
     ),
     _make("fragments128", partial(_emit_gemm, 128), scratch_groups, None),

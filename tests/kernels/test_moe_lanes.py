@@ -33,7 +33,7 @@ CASES = {
     "five tokens": ("slot_lanes", 5, 256, 512, 32, 3, "any", {}, BF16),
     "more pairs than columns": ("group_lanes32", 20, 256, 256, 4, 1, "one", {}, BF16),
     "pairs of 16 experts": ("group_lanes32", 18, 512, 256, 16, 2, "padded", OAI, F16),
-    "narrow tiles": ("fragments64_128", 70, 256, 256, 4, 2, "padded", OAI, BF16),
+    "narrow tiles": ("fragments64_128", 70, 256, 256, 8, 2, "padded", OAI, BF16),
     "more pairs than a tile": ("fragments128", 140, 512, 256, 4, 2, "one", {}, BF16),
 }
 
@@ -118,10 +118,10 @@ def call_of(experts, n, k, top_k, layout=True):
 
 
 @pytest.mark.parametrize(("shape", "expected"), [
-    ((128, 3072, 6144, 4), ["only_token", "slot_lanes", "group_lanes256", "fragments64_2048", "fragments128"]),
-    ((8, 14336, 4096, 2), ["only_token", "slot_lanes", "group_lanes32", "fragments64_256", "fragments128"]),
-    ((128, 768, 2048, 8), ["only_token", "slot_lanes", "group_lanes128", "fragments64_1024", "fragments128"]),
-    ((4, 512, 512, 2), ["only_token", "slot_lanes", "fragments64_128", "fragments128"]),
+    ((128, 3072, 6144, 4), ["only_token", "slot_lanes", "group_lanes256", "fragments64_1024", "fragments128"]),
+    ((8, 14336, 4096, 2), ["only_token", "slot_lanes", "group_lanes32", "fragments64_128", "fragments128"]),
+    ((128, 768, 2048, 8), ["only_token", "slot_lanes", "group_lanes128", "fragments64_512", "fragments128"]),
+    ((4, 512, 512, 2), ["only_token", "slot_lanes", "fragments128"]),
     ((64, 512, 512, 10), ["slot_lanes", "group_lanes32", "fragments64_256", "fragments128"]),
 ], ids=["MiniMax-M3", "Mixtral-8x7B", "Qwen3-30B-A3B", "few experts", "ten places"])  # fmt: skip
 def test_choice_by_shape(shape, expected):
