@@ -62,6 +62,8 @@ def refuse_operands(call: OpCall, architecture: Architecture, features: frozense
     if call.attributes.get("phase", "decode") != "decode":
         return "for the decode phase"
     q, cache, blocks = need(call, "q"), need(call, "kv_cache"), need(call, "blocks")
+    if not float(call.attributes["scale"]) > 0:
+        return f"scores are multiplied by {call.attributes['scale']}, which is not positive"
     if q.dtype != "bfloat16" or blocks.dtype != "int32":
         return f"q is {q.dtype} and blocks {blocks.dtype}, not bfloat16 and int32"
     if any(need(call, name).dtype != "int32" or need(call, name).strides[-1] != 1
@@ -115,10 +117,10 @@ def _assemble(call: OpCall, config: Config) -> dict[str, list[sparse_ptx.Text]]:
     # weights up to 2^shift times values up to 10.5 (2688 / 256), summed over the tokens of a warp, stay below 65504
     shift = int(math.log2(65504 / (10.5 * 32 * turns)))
     return {
-        "SCALE_QUERY": [sparse_ptx.scale_query(factor)],
+        "SCALE_QUERY": [sparse_ptx.scale_query(1.0)],
         "SPLIT_SCALES": [sparse_ptx.split_scales()],
         "SCORE_TILES": [sparse_ptx.score_tiles(0), sparse_ptx.score_tiles(2)],
-        "UPDATE_SOFTMAX": [sparse_ptx.update_softmax(shift)],
+        "UPDATE_SOFTMAX": [sparse_ptx.update_softmax(shift, factor)],
         "DECAY_SUMS": [sparse_ptx.decay_sums()],
         "ADD_VALUES": [sparse_ptx.add_values(half, quarter) for half in range(2) for quarter in range(4)],
         "STORE_ROWS": [sparse_ptx.store_rows(0), sparse_ptx.store_rows(1)],

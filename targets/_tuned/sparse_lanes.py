@@ -104,7 +104,7 @@ def attend_step(query, keys, values, scales, visible, start, state, sums, LOADS:
 
 @triton.jit
 def load_query(row, kv_head, group, quad, column, Q_HEAD_STRIDE: tl.constexpr, SCALE_QUERY: tl.constexpr):
-    """The A fragments of the 16 heads: words (u, j, head half), scaled, as f16; ``row``: the token's words."""
+    """The A fragments of the 16 heads: words (u, j, head half), as f16; ``row``: the token's words."""
     words, place = (), quad[:, None] * 8 + column[None, :]
     for part in tl.static_range(8):
         head = kv_head * 16 + group + 8 * (part % 2)
@@ -169,8 +169,8 @@ def tile_attend_lanes(token, kv_head, split, q, kv_cache, blocks, block_table, t
     """Attention of one token, the 16 heads of one KV head, over one of SPLITS parts of its chosen blocks.
 
     Rows go to ``partial`` bf16 [tokens, kv_heads, SPLITS * WARPS, 16, 128], log2 of their weights to ``weights``
-    [.., 16]; with one split they are merged here, in the order of the warps. |q| * scale must stay below 177, as it
-    becomes f16 times 2^8 log2(e). AHEAD: load a step while the one before is computed.
+    [.., 16]; with one split they are merged here, in the order of the warps. |q| must be at most 65504, as it becomes
+    f16 where keys do: exactly, above 2^-14. AHEAD: load a step while the one before is computed.
     """
     thread, column = tl.arange(0, 32 * WARPS), tl.arange(0, 4)
     lane, warp = thread % 32, thread // 32

@@ -149,14 +149,14 @@ def _refuse(dtype: str, call: OpCall, spec: TargetSpec, architecture: Architectu
 
 
 def _assemble(dtype: str, call: OpCall, config: Config) -> dict[str, list[sparse_ptx.Text]]:
-    """fp8: queries are scaled as f16, which |q| * scale below 45000 fits; bf16: scores are scaled."""
+    """fp8: queries become f16, which |q| up to 65504 fits; bf16: queries stay as they are."""
     kind, factor = ptx.KINDS[dtype], float(call.attributes["scale"]) * math.log2(math.e)
     halves = dtype == "bfloat16"
     return {
-        "SCALE_QUERY": [] if halves else [sparse_ptx.scale_query(factor)],
+        "SCALE_QUERY": [] if halves else [sparse_ptx.scale_query(1.0)],
         "SPLIT_SCALES": [],
         "SCORE_TILES": [ptx.score_tiles(kind)],
-        "UPDATE_SOFTMAX": [sparse_ptx.update_softmax(0 if halves else 8, 2, kind, factor if halves else 1.0)],
+        "UPDATE_SOFTMAX": [sparse_ptx.update_softmax(0 if halves else 8, factor, 2, kind)],
         "DECAY_SUMS": [],
         "ADD_VALUES": [ptx.add_values(kind, quarter) for quarter in range(2 if halves else 4)],
         "STORE_ROWS": [ptx.store_rows(0), ptx.store_rows(128 if halves else 16)],

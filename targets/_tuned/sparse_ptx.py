@@ -126,8 +126,10 @@ def score_tiles(tile: int) -> Text:
     return asm.build()
 
 
-def update_softmax(shift: int, tiles: int = 4, kind: str = "f16", factor: float = 1.0) -> Text:
-    """One online softmax step in base 2 over the scores of 8 * ``tiles`` tokens, times ``factor``.
+def update_softmax(shift: int, factor: float, tiles: int = 4, kind: str = "f16") -> Text:
+    """One online softmax step in base 2 over the scores of 8 * ``tiles`` tokens, times ``factor``, which is positive.
+
+    The factor costs nothing where the maximum is taken off; in f16 queries it would leave them less than f16's range.
 
     Operands: a tensor of scores a tile; state (maximum of heads g and g + 8, the lane's share of their weights);
     visible tokens of the step. Results: weights of 16 tokens a pair of tiles, as A fragments of ``kind``, times
@@ -141,20 +143,18 @@ def update_softmax(shift: int, tiles: int = 4, kind: str = "f16", factor: float 
         tile, odd = divmod(column, 2)
         asm.add(f"setp.gt.s32 p, c, {8 * tile + odd};")
         for place in (4 * tile + odd, 4 * tile + odd + 2):
-            score = scores[tile][place % 4]
-            if factor != 1.0:
-                asm.add(f"mul.f32 s{place}, {score}, {float_bits(factor)};")
-                score = f"s{place}"
-            asm.add(f"selp.f32 s{place}, {score}, {MINUS_INFINITY}, p;")
+            asm.add(f"selp.f32 s{place}, {scores[tile][place % 4]}, {MINUS_INFINITY}, p;")
     for half in range(2):
         mine = [f"s{4 * (column // 2) + 2 * half + column % 2}" for column in columns]
         asm.add(f"max.f32 mx, {mine[0]}, {mine[1]};", *(f"max.f32 mx, mx, {x};" for x in mine[2:]))
         asm.add(*(f"shfl.sync.bfly.b32 x, mx, {k}, 31, -1; max.f32 mx, mx, x;" for k in (1, 2)))
         asm.add(
-            f"max.f32 mx, mx, {state[half]}; setp.eq.f32 p, mx, {MINUS_INFINITY}; selp.f32 ms, 0f00000000, mx, p;",
+            f"mul.f32 mx, mx, {float_bits(factor)}; max.f32 mx, mx, {state[half]};",
+            f"setp.eq.f32 p, mx, {MINUS_INFINITY}; selp.f32 ms, 0f00000000, mx, p;",
             f"sub.f32 al, {state[half]}, ms; ex2.approx.ftz.f32 al, al; mul.f32 sm, {state[2 + half]}, al;",
-            f"sub.f32 ms, ms, {float_bits(shift)};",
-            *(f"sub.f32 {x}, {x}, ms; ex2.approx.ftz.f32 {x}, {x}; add.f32 sm, sm, {x};" for x in mine),
+            f"sub.f32 ms, {float_bits(shift)}, ms;",
+            *(f"fma.rn.f32 {x}, {x}, {float_bits(factor)}, ms; ex2.approx.ftz.f32 {x}, {x};" for x in mine),
+            *(f"add.f32 sm, sm, {x};" for x in mine),
             f"mov.f32 ${weights + half}, mx; mov.f32 ${weights + 2 + half}, sm;",
             f"mov.f32 ${weights + 4 + 2 * half}, al; mov.f32 ${weights + 5 + 2 * half}, al;",
         )

@@ -21,17 +21,21 @@ D, SCALE, NAN_BYTE = 128, 128**-0.5, 0x7F
 
 
 def make_attention(lengths: list[int], new: list[int], kv_heads: int, count: int, size: float = 1.0,
-                   ) -> tuple[dict[str, Tensor], Tensor]:
-    """Operands with an NVFP4 cache of values of a size, whose unused rows are NaN scales, and the expected rows."""
+                   larger: float = 1.0) -> tuple[dict[str, Tensor], Tensor]:
+    """Operands with an NVFP4 cache of values of a size, whose unused rows are NaN scales, and the expected rows.
+
+    Queries are ``larger`` by that factor and keys smaller.
+    """
     table, slots, pages = lay_out(lengths, seed=1)
     k, v = (normal(len(slots), kv_heads, D, seed=s) for s in (2, 3))
     cache = torch.full((pages, 2 * kv_heads, PAGE, 72), NAN_BYTE, dtype=torch.uint8)
-    nvfp4_cache_sm90.insert_kv(cache, k, size * v, slots)
+    nvfp4_cache_sm90.insert_kv(cache, k / larger, size * v, slots)
     sides = nvfp4_cache_sm90.read_kv(cache, torch.arange(pages))
     plain = torch.full((pages * PAGE, kv_heads, 2 * D), torch.nan)
     plain[slots] = torch.cat(sides, -1)[slots]
     plain = plain.view(pages, PAGE, kv_heads, 2 * D).transpose(1, 2).contiguous()
-    operands = {"q": normal(sum(new), 16 * kv_heads, D, seed=4).bfloat16(), "kv_cache": cache,
+    q = larger * normal(sum(new), 16 * kv_heads, D, seed=4)
+    operands = {"q": q.bfloat16(), "kv_cache": cache,
                 "blocks": choose(lengths, new, kv_heads, count), "block_table": table, **make_spans(lengths, new)}
     wide = operands | {"q": operands["q"].float(), "kv_cache": plain}
     return operands, torch.ops.mm.paged_block_sparse_attention(**wide, scale=SCALE)
@@ -61,6 +65,14 @@ def check_attention(template: KernelTemplate, lengths: list[int], new: list[int]
 
 def test_attention_of_one_head():
     check_attention(sparse_attention.TEMPLATES[-1], [200, 0, 1], [1, 1, 2], 1, 2)
+
+
+def test_large_queries_fit_f16():
+    """Of magnitude 4000, which times the scale and 2^8, what keys are decoded without, would be beyond f16."""
+    operands, want = make_attention([200], [1], 1, 2, larger=1000.0)
+    assert float(operands["q"].abs().max()) * SCALE > 1.5 * 177
+    have = run(sparse_attention.TEMPLATES[-1], operands, want.bfloat16(), {"scale": SCALE, "layout": nvfp4_cache.SM90})
+    assert float((have.float() - want).norm() / want.norm()) < 2.5e-3
 
 
 @pytest.mark.slow
