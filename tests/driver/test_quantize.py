@@ -235,7 +235,8 @@ def test_real_matrices_are_quantized_within_4_gib(tmp_path: Path) -> None:
     real = {
         "vocab_size": 200064, "hidden_size": 6144, "intermediate_size": 3072, "dense_intermediate_size": 12288,
         "shared_intermediate_size": 3072, "num_hidden_layers": 1, "num_attention_heads": 64, "num_key_value_heads": 4,
-        "head_dim": 128, "rotary_dim": 64, "max_position_embeddings": 8192, "num_local_experts": stacks, "num_experts_per_tok": 4, "moe_layer_freq": [1],
+        "head_dim": 128, "rotary_dim": 64,
+        "max_position_embeddings": 8192, "num_local_experts": stacks, "num_experts_per_tok": 4, "moe_layer_freq": [1],
     }  # fmt: skip
     sparse = FIELDS["text_config"]["sparse_attention_config"] | {
         "sparse_num_index_heads": 4, "sparse_index_dim": 128, "sparse_block_size": 128, "sparse_topk_blocks": 16,
