@@ -25,7 +25,15 @@ from mmcompile.targets._kernels import (
     swiglu,
     two_step,
 )
-from mmcompile.targets._tuned import insert_lanes, linear_fragments, linear_mfma, moe_fragments, qkv_lanes, sparse_plain
+from mmcompile.targets._tuned import (
+    insert_lanes,
+    linear_fragments,
+    linear_mfma,
+    moe_fragments,
+    qkv_lanes,
+    sparse_index_plain,
+    sparse_plain,
+)
 from mmcompile.targets._tuned import sparse_attention as tuned_sparse_attention
 from mmcompile.targets._tuned import sparse_index as tuned_sparse_index
 
@@ -41,6 +49,7 @@ _TEMPLATES: tuple[KernelTemplate, ...] = (
     *tuned_sparse_attention.TEMPLATES,
     *sparse_plain.TEMPLATES,
     *tuned_sparse_index.TEMPLATES,
+    *sparse_index_plain.TEMPLATES,
     *norm.TEMPLATES,
     *linear.TEMPLATES,
     *linear_nvfp4.TEMPLATES,

@@ -1,8 +1,11 @@
-"""Tuned index scores of block-sparse attention over NVFP4 pages in lane order, for Hopper: a page a warp."""
+"""Tuned index scores of block-sparse attention for Hopper, a page a warp: NVFP4 pages, and what others share."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -11,7 +14,7 @@ from mmcompile.core.formats.nvfp4_cache import SM90_INDEX
 from mmcompile.core.kernel import KernelSource, KernelTemplate, OpCall
 from mmcompile.core.spec import Architecture, TargetSpec
 from mmcompile.targets._emit import emit_kernel
-from mmcompile.targets._kernels.common import kernel_name, need, pointer, symbol_parameters
+from mmcompile.targets._kernels.common import ELEMENT_SIZES, kernel_name, need, pointer, symbol_parameters
 from mmcompile.targets._kernels.sparse_common import load_span
 from mmcompile.targets._tuned import sparse_ptx, sparse_wide_ptx
 from mmcompile.targets._tuned.sparse_index_wide import score_blocks_wide
@@ -58,7 +61,14 @@ def score_pair(first, second, scales, query, best, visible, GROUPS: tl.constexpr
 
 
 @triton.jit
-def score_page(words, query, visible, GROUPS: tl.constexpr, HOLD: tl.constexpr, SCORE: tl.constexpr):
+def start_page(pages, page, lane, register, PAGE_WORDS: tl.constexpr, ROW_WORDS: tl.constexpr):
+    """The lane's first words of its page: those of a tile of 8 tokens."""
+    return pages + page.to(tl.int64)[:, None] * PAGE_WORDS + (lane[:, None] * 4 + register[None, :])
+
+
+@triton.jit
+def score_page(words, query, visible, ROW_WORDS: tl.constexpr, GROUPS: tl.constexpr, HOLD: tl.constexpr,
+               SCORE: tl.constexpr):
     """The lane's largest score of each column in the page at ``words``, of its first ``visible`` tokens."""
     TILES: tl.constexpr = 8 // GROUPS  # at once: registers
     best = tl.full(words.shape, float("-inf"), tl.float32)
@@ -76,13 +86,13 @@ def score_page(words, query, visible, GROUPS: tl.constexpr, HOLD: tl.constexpr, 
 
 @triton.jit
 def score_blocks(first, token, queries, length, start, turns, used, ids, index_q, pages, result, blocks,
-                 Q_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr, PAGE_WORDS: tl.constexpr, HEADS: tl.constexpr,
-                 WARPS: tl.constexpr, GROUPS: tl.constexpr, SCALE_QUERY: tl.constexpr, SHUFFLE: tl.constexpr,
-                 HOLD: tl.constexpr, SCORE: tl.constexpr, STORE: tl.constexpr):
+                 Q_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr, PAGE_WORDS: tl.constexpr,
+                 ROW_WORDS: tl.constexpr, HEADS: tl.constexpr, WARPS: tl.constexpr, GROUPS: tl.constexpr,
+                 SCALE_QUERY: tl.constexpr, SHUFFLE: tl.constexpr, HOLD: tl.constexpr, SCORE: tl.constexpr,
+                 STORE: tl.constexpr):
     """Scores of 8 * GROUPS columns from query ``first`` on for ``turns`` blocks a warp; lane i holds the i-th page."""
     thread, register = tl.arange(0, 32 * WARPS), tl.arange(0, 4)
     lane, warp = thread % 32, thread // 32
-    own_words = lane[:, None] * 4 + register[None, :]
     query = load_columns(index_q, token, queries, first, lane // 4, (lane % 4)[:, None] * 8 + register[None, :],
                          Q_STRIDE, Q_HEAD_STRIDE, HEADS, GROUPS, SCALE_QUERY)
     column = (register // 2 * 8 + register % 2)[None, :] + (lane % 4)[:, None] * 2
@@ -92,8 +102,8 @@ def score_blocks(first, token, queries, length, start, turns, used, ids, index_q
     for turn in range(turns):
         page = tl.inline_asm_elementwise(SHUFFLE[0], SHUFFLE[1], [ids, turn + thread * 0], tl.int32, True, 1)
         block = (start + turn * WARPS + warp)[:, None]
-        best = score_page(pages + page.to(tl.int64)[:, None] * PAGE_WORDS + own_words, query, seen - block * 128,
-                          GROUPS, HOLD, SCORE)
+        words = start_page(pages, page, lane, register, PAGE_WORDS, ROW_WORDS)
+        best = score_page(words, query, seen - block * 128, ROW_WORDS, GROUPS, HOLD, SCORE)
         place = (out + (block + equal)).to(tl.int64)
         wanted = tl.where(block + equal < used, (queries - first) * HEADS, 0)
         tl.inline_asm_elementwise(STORE[0], STORE[1], [best, place, blocks + equal + thread[:, None] * 0, wanted],
@@ -103,11 +113,11 @@ def score_blocks(first, token, queries, length, start, turns, used, ids, index_q
 @triton.jit
 def tile_score_lanes(sequence, program, programs, index_q, index_cache, block_table, table_stride, seq_lens,
                      query_start, batch, tokens, result, blocks, Q_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr,
-                     PAGE_WORDS: tl.constexpr, HEADS: tl.constexpr, WARPS: tl.constexpr, MOST_PAGES: tl.constexpr,
-                     RESIDENT: tl.constexpr, SCALE_QUERY: tl.constexpr, SHUFFLE: tl.constexpr, HOLD: tl.constexpr,
-                     SCORE_FEW: tl.constexpr, SCORE_MANY: tl.constexpr, STORE_FEW: tl.constexpr,
-                     STORE_MANY: tl.constexpr, BASE: tl.constexpr, STORE_COLUMNS: tl.constexpr,
-                     SCORE_WHOLE: tl.constexpr, SCORE_PART: tl.constexpr):
+                     PAGE_WORDS: tl.constexpr, ROW_WORDS: tl.constexpr, HEADS: tl.constexpr, WARPS: tl.constexpr,
+                     MOST_PAGES: tl.constexpr, RESIDENT: tl.constexpr, SCALE_QUERY: tl.constexpr,
+                     SHUFFLE: tl.constexpr, HOLD: tl.constexpr, SCORE_FEW: tl.constexpr, SCORE_MANY: tl.constexpr,
+                     STORE_FEW: tl.constexpr, STORE_MANY: tl.constexpr, BASE: tl.constexpr,
+                     STORE_COLUMNS: tl.constexpr, SCORE_WHOLE: tl.constexpr, SCORE_PART: tl.constexpr):
     """All new tokens of one sequence against its blocks; sequence ``batch`` = the rows that nobody owns.
 
     A warp takes as many pages at once as fill the device once, up to MOST_PAGES; the ``programs`` of a sequence take
@@ -126,7 +136,8 @@ def tile_score_lanes(sequence, program, programs, index_q, index_cache, block_ta
         turns = tl.minimum(share, (used - start + WARPS - 1) // WARPS)
         if queries * HEADS <= 8:
             score_blocks(0, begin, queries, length, start, turns, used, ids, words, pages, result, blocks, Q_STRIDE,
-                         Q_HEAD_STRIDE, PAGE_WORDS, HEADS, WARPS, 1, SCALE_QUERY, SHUFFLE, HOLD, SCORE_FEW, STORE_FEW)
+                         Q_HEAD_STRIDE, PAGE_WORDS, ROW_WORDS, HEADS, WARPS, 1, SCALE_QUERY, SHUFFLE, HOLD, SCORE_FEW,
+                         STORE_FEW)
         elif SCORE_MANY is None:
             for first in range(0, queries, 32 // HEADS):
                 score_blocks_wide(first, begin, queries, length, start, turns, used, ids, words, pages, result, blocks,
@@ -135,8 +146,8 @@ def tile_score_lanes(sequence, program, programs, index_q, index_cache, block_ta
         else:
             for first in range(0, queries, 16 // HEADS):
                 score_blocks(first, begin, queries, length, start, turns, used, ids, words, pages, result, blocks,
-                             Q_STRIDE, Q_HEAD_STRIDE, PAGE_WORDS, HEADS, WARPS, 2, SCALE_QUERY, SHUFFLE, HOLD,
-                             SCORE_MANY, STORE_MANY)
+                             Q_STRIDE, Q_HEAD_STRIDE, PAGE_WORDS, ROW_WORDS, HEADS, WARPS, 2, SCALE_QUERY, SHUFFLE,
+                             HOLD, SCORE_MANY, STORE_MANY)
     row = tl.arange(0, 8)
     for start in range(program * WARPS, blocks, programs * WARPS):
         column = start + tl.arange(0, WARPS)
@@ -148,12 +159,32 @@ def tile_score_lanes(sequence, program, programs, index_q, index_cache, block_ta
                          tl.full((8, WARPS), float("-inf"), tl.float32), mask=mask)
 
 
-def _refuse(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
+@dataclass(frozen=True)
+class Form:
+    """What reads index keys of one kind.
+
+    Attributes:
+        name: in the names of kernels. title: of the pages. score: assembly of the pair of tiles, groups of columns and
+            heads. factor: of the products. wide: whether many columns are multiplied by wgmma.
+        functions: replace those here that have their names.
+    """
+
+    name: str
+    title: str
+    score: Callable[[int, int, int], sparse_ptx.Text]
+    factor: float
+    wide: bool
+    functions: tuple[Any, ...] = ()
+
+
+NVFP4 = Form("nvfp4", "NVFP4 pages in lane order", sparse_ptx.score_keys, 256.0, True)
+
+
+def refuse_operands(call: OpCall, architecture: Architecture) -> str | None:
+    """A reason that holds for keys of every kind: the architecture, the phase, tables, sizes, queries."""
     missing = sorted(sparse_ptx.FEATURES - architecture.features)
     if missing:
         return f"{architecture.name} lacks {missing[0]}"
-    if call.attributes.get("layout") != SM90_INDEX or need(call, "index_cache").dtype != "uint8":
-        return f"the cache is not in the layout {SM90_INDEX!r}"
     if call.attributes.get("phase", "decode") != "decode":
         return "for the decode phase"
     q, cache = need(call, "index_q"), need(call, "index_cache")
@@ -162,13 +193,23 @@ def _refuse(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str |
         return "block_table, seq_lens and query_start must be int32 with a last stride of 1"
     if not all(isinstance(n, int) for n in (*q.shape[1:], *q.strides, *cache.shape[1:], *cache.strides)):
         return "the sizes and strides of index_q and index_cache must be numbers"
-    if tuple(cache.shape[1:]) != (PAGE_SIZE, 72) or cache.strides[1:] != (72, 1) or int(cache.strides[0]) % 16:
-        return "pages of the cache are not 128 rows of 72 bytes"
     if q.dtype != "bfloat16" or q.shape[2] != HEAD_DIM or q.shape[1] not in (1, 2, 4, 8):
         return f"index_q is {q.dtype} with {q.shape[1]} heads of {q.shape[2]}, not bfloat16 with 1, 2, 4 or 8 of 128"
     if int(q.strides[0]) % 8 or int(q.strides[1]) % 8 or q.strides[2] != 1:
         return "rows of index_q do not begin at multiples of 16 bytes"
     return None
+
+
+def _refuse(call: OpCall, spec: TargetSpec, architecture: Architecture) -> str | None:
+    cache = need(call, "index_cache")
+    if call.attributes.get("layout") != SM90_INDEX or cache.dtype != "uint8":
+        return f"the cache is not in the layout {SM90_INDEX!r}"
+    reason = refuse_operands(call, architecture)
+    if reason is None and (tuple(cache.shape[1:]), tuple(cache.strides[1:])) != ((PAGE_SIZE, 72), (72, 1)):
+        reason = "pages of the cache are not 128 rows of 72 bytes"
+    if reason is None and int(cache.strides[0]) % 16:
+        reason = "pages of the cache do not begin at multiples of 16 bytes"
+    return reason
 
 
 def _wide_assembly(heads: int, wide: bool) -> dict[str, str]:
@@ -181,31 +222,35 @@ def _wide_assembly(heads: int, wide: bool) -> dict[str, str]:
     return {name: sparse_ptx.as_constant(*text) for name, text in zip(names, texts, strict=True)}
 
 
-def _emit(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[KernelSource, ...]:
+def emit_scores(
+    form: Form, call: OpCall, spec: TargetSpec, architecture: Architecture
+) -> tuple[KernelSource, ...]:
+    """The kernel for keys of a kind."""
     q, cache, table = need(call, "index_q"), need(call, "index_cache"), need(call, "block_table")
     (result,) = call.results
     tokens, heads, blocks, resident = q.shape[0], int(q.shape[1]), result.shape[2], WARPS_RESIDENT * spec.units
     # A merged kernel has its own warps and shared memory.
-    wide = "warps" not in call.attributes and architecture.features >= sparse_wide_ptx.FEATURES
+    wide = form.wide and "warps" not in call.attributes and architecture.features >= sparse_wide_ptx.FEATURES
+    page, row = (int(stride) * ELEMENT_SIZES[cache.dtype] // 4 for stride in cache.strides[:2])
     constants = {
-        "Q_STRIDE": q.strides[0], "Q_HEAD_STRIDE": q.strides[1], "PAGE_WORDS": int(cache.strides[0]) // 4,
+        "Q_STRIDE": q.strides[0], "Q_HEAD_STRIDE": q.strides[1], "PAGE_WORDS": page, "ROW_WORDS": row,
         "HEADS": heads, "WARPS": WARPS, "MOST_PAGES": MOST_PAGES,
         "RESIDENT": resident,
         "SCALE_QUERY": sparse_ptx.as_constant(sparse_ptx.scale_query(1.0)),
         "SHUFFLE": sparse_ptx.as_constant(sparse_ptx.shuffle()),
         "HOLD": sparse_ptx.as_constant(sparse_ptx.hold_loads()),
-        "SCORE_FEW": sparse_ptx.as_constant(*(sparse_ptx.score_keys(pair, 1, heads) for pair in range(8))),
+        "SCORE_FEW": sparse_ptx.as_constant(*(form.score(pair, 1, heads) for pair in range(8))),
         "SCORE_MANY": "None" if wide else sparse_ptx.as_constant(
-            *(sparse_ptx.score_keys(pair, 2, heads) for pair in range(8))),
-        "STORE_FEW": sparse_ptx.as_constant(sparse_ptx.store_largest(1)),
-        "STORE_MANY": sparse_ptx.as_constant(sparse_ptx.store_largest(2)),
+            *(form.score(pair, 2, heads) for pair in range(8))),
+        "STORE_FEW": sparse_ptx.as_constant(sparse_ptx.store_largest(1, form.factor)),
+        "STORE_MANY": sparse_ptx.as_constant(sparse_ptx.store_largest(2, form.factor)),
     } | _wide_assembly(heads, wide)  # fmt: skip
     # The second dimension of the grid, which a stage of a merged kernel cannot ask the hardware for.
     per_turn = f"{WARPS} * max(cdiv({blocks} * batch, {WAVES * resident}), 1)"
     programs = f"tl.cdiv({blocks}, {per_turn})".replace("max(cdiv", "tl.maximum(tl.cdiv")
     source = emit_kernel(
-        name=kernel_name("index_score_lanes_nvfp4", f"{q.shape[1]}x{q.shape[2]}"),
-        title="Index scores over NVFP4 pages in lane order: new tokens of one sequence.",
+        name=kernel_name(f"index_score_lanes_{form.name}", f"{q.shape[1]}x{q.shape[2]}"),
+        title=f"Index scores over {form.title}: new tokens of one sequence.",
         tiles=[tile_score_lanes], constants=constants,
         parameters=[pointer("index_q", q), pointer("index_cache", cache), pointer("block_table", table),
                     pointer("seq_lens", need(call, "seq_lens")), pointer("query_start", need(call, "query_start")),
@@ -217,7 +262,7 @@ def _emit(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[K
                              {", ".join(constants)})
         """,
         grid=("batch + 1", f"cdiv({blocks}, {per_turn})", "1"),
-        num_warps=WARPS, num_stages=1, early=architecture,
+        num_warps=WARPS, num_stages=1, early=architecture, intrinsics={f.fn.__name__: f for f in form.functions},
         ledger={"HMMA.16816.F32": True} | ({"HGMMA.64x32x16": True} if wide else {}),
     )  # fmt: skip
     if not wide:
@@ -227,5 +272,5 @@ def _emit(call: OpCall, spec: TargetSpec, architecture: Architecture) -> tuple[K
 
 
 TEMPLATES = (
-    KernelTemplate("paged_index_score_lanes", "paged_index_score", _refuse, _emit, grade="tuned"),
+    KernelTemplate("paged_index_score_lanes", "paged_index_score", _refuse, partial(emit_scores, NVFP4), grade="tuned"),
 )

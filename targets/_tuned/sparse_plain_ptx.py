@@ -6,7 +6,7 @@ a tile of 8 tokens for K, and 16 bytes of each of the rows 2 t and 2 t + 1 for V
 
 from __future__ import annotations
 
-from mmcompile.targets._tuned.sparse_ptx import Assembly, Text, multiply
+from mmcompile.targets._tuned.sparse_ptx import Assembly, Text, keep_largest, multiply
 
 KINDS = {"bfloat16": "bf16", "float8_e4m3fn": "f16"}
 """What the pages' elements are multiplied as."""
@@ -73,6 +73,29 @@ def add_values(kind: str, quarter: int) -> Text:
     for q in range(4):
         d = [f"${4 * q + i}" for i in range(4)]
         asm.add(multiply(d, weights, [f"p{q}", f"r{q}"], sums[4 * q : 4 * q + 4], "f32", kind))
+    return asm.build()
+
+
+def score_keys(pair: int, groups: int, heads: int) -> Text:
+    """As ``sparse_ptx.score_keys`` for keys of fp8.
+
+    Operands: the two loads of each of two tiles; four tensors of query words a group; the largest so far; the visible
+    tokens of the page. NaN stays.
+    """
+    asm = Assembly(["=&f"] * 4)
+    loads = [[asm.take("r") for _ in range(KEY_LOADS["f16"])] for _ in range(2)]
+    query = [[asm.take("r") for _ in range(4)] for _ in range(groups)]
+    best, visible = asm.take("f"), asm.take("r")
+    asm.add(f".reg .b32 p<2>, r<2>, w, v; .reg .b16 l, h; .reg .pred P, Q; .reg .f32 d<{4 * groups}>, z;")
+    asm.add("mov.f32 z, 0f00000000;")
+    for step in range(8):
+        first, second = (take_pairs(asm, "f16", loads[tile], step, name) for tile, name in enumerate("pr"))
+        even = 2 * (step % 2)
+        for group in range(groups):
+            d = [f"d{4 * group + i}" for i in range(4)]
+            b = query[group][step // 2][even : even + 2]
+            asm.add(multiply(d, [first[0], second[0], first[1], second[1]], b, ["z"] * 4 if step == 0 else d, "f32"))
+    keep_largest(asm, pair, groups, heads, best, visible)
     return asm.build()
 
 

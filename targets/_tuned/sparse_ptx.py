@@ -260,6 +260,12 @@ def score_keys(pair: int, groups: int, heads: int) -> Text:
             d = [f"d{4 * group + i}" for i in range(4)]
             b = [query[group][step // 2][even], query[group][step // 2][even + 1]]
             asm.add(multiply(d, a, b, ["z"] * 4 if step == 0 else d, "f32"))
+    keep_largest(asm, pair, groups, heads, best, visible)
+    return asm.build()
+
+
+def keep_largest(asm: Assembly, pair: int, groups: int, heads: int, best: list[str], visible: list[str]) -> None:
+    """The end of ``score_keys``: the largest of the sums d of 16 tokens (needs f32 z, b32 w, v, predicates P, Q)."""
     asm.add(f"mov.u32 w, %laneid; shr.u32 w, w, 2; add.u32 w, w, {16 * pair}; add.u32 v, w, 8;")
     for register in range(4):
         if register >= 2 * groups:
@@ -272,11 +278,10 @@ def score_keys(pair: int, groups: int, heads: int) -> Text:
             f"selp.f32 {low}, {low}, {MINUS_INFINITY}, P; selp.f32 {high}, {high}, {MINUS_INFINITY}, Q;",
             f"max.NaN.f32 z, {low}, {high}; max.NaN.f32 ${register}, {best[register]}, z;",
         )
-    return asm.build()
 
 
-def store_largest(groups: int) -> Text:
-    """Store the largest over the eight lanes of equal t, times 2^8, for each column that is wanted.
+def store_largest(groups: int, factor: float = 256.0) -> Text:
+    """Store the largest over the eight lanes of equal t, times ``factor``, for each column that is wanted.
 
     groups: 1 or 2. Operands: largest scores as ``score_keys`` leaves them; int64 address of the block in the row of
     column 0; elements from a row to the next; number of wanted columns (all registers alike). The result is nothing.
@@ -288,7 +293,7 @@ def store_largest(groups: int) -> Text:
     for register in range(2 * groups):
         asm.add(f"mov.f32 b, {best[register]};")
         asm.add(*(f"shfl.sync.bfly.b32 x, b, {k}, 31, -1; max.NaN.f32 b, b, x;" for k in (4, 8, 16)))
-        asm.add(f"mul.f32 b, b, {float_bits(256.0)}; add.s32 w, c, {8 * (register // 2) + register % 2};")
+        asm.add(f"mul.f32 b, b, {float_bits(factor)}; add.s32 w, c, {8 * (register // 2) + register % 2};")
         asm.add(f"setp.lt.s32 P, w, n; mul.lo.s32 w, w, {row[0]}; mad.wide.s32 a, w, 4, {place[0]};")
         asm.add("@P st.global.f32 [a], b;")
     asm.add(*(f"mov.b32 ${i}, 0;" for i in range(4)))

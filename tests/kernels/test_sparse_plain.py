@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmcompile.core.kernel import KernelTemplate
 from mmcompile.lower.select import Selector
-from mmcompile.targets._tuned import sparse_plain
+from mmcompile.targets._tuned import sparse_index_plain, sparse_plain
 from tests.kernels.lanes_cases import ARCH, PAGE, SPEC, TARGET, choose, describe, normal, run
 from tests.kernels.sparse_cases import make_pages, make_spans
 
@@ -87,3 +87,37 @@ def test_selection_takes_tuned_kernels_unless_told_not_to(name: str, portable: b
     chosen, reason = Selector(SPEC, TARGET.kernels, portable).select(call, 512)
     assert chosen, reason
     assert all((f"lanes_{name}" in choice.template) is not portable for choice in chosen)
+
+
+(SCORES,) = sparse_index_plain.TEMPLATES
+
+
+def make_scores(lengths: list[int], new: list[int], heads: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Operands of fp8 index scores whose unused rows and pages are NaN, and the expected scores in fp32."""
+    cache, table = make_pages(lengths, (D,), PAGE, torch.float8_e4m3fn, 5)
+    operands = {"index_q": normal(sum(new), heads, D, seed=7).bfloat16(), "index_cache": cache, "block_table": table,
+                **make_spans(lengths, new)}
+    wide = operands | {"index_q": operands["index_q"].float(), "index_cache": cache.float()}
+    return operands, torch.ops.mm.paged_index_score(**wide)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lengths", "new", "heads"), [
+    ([300, 0, 2, 1100], [1, 1, 3, 8], 4), ([257, 130], [9, 2], 1), ([2049, 128], [1, 1], 4),
+])
+def test_scores_over_fp8(lengths: list[int], new: list[int], heads: int):
+    operands, want = make_scores(lengths, new, heads)
+    have, finite = run(SCORES, operands, want, {"layout": "linear"}), want.isfinite()
+    assert torch.equal(have.isfinite(), finite) and torch.equal(have == -math.inf, want == -math.inf)
+    torch.testing.assert_close(have[finite], want[finite], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_selection_of_scores_over_fp8(portable: bool):
+    operands, want = make_scores([200], [1], 4)
+    call = describe("paged_index_score", operands, want, {"layout": "linear"})
+    chosen, reason = Selector(SPEC, TARGET.kernels, portable).select(call, 512)
+    assert chosen, reason
+    assert all(("lanes_fp8" in choice.template) is not portable for choice in chosen)
+    other = describe("paged_index_score", operands | {"index_cache": operands["index_cache"].bfloat16()}, want, {})
+    assert "elements of float8_e4m3fn" in str(SCORES.refuse(other, SPEC, ARCH))
