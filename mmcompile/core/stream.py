@@ -6,6 +6,7 @@ The stream is all weights of a step in the order in which every program's warps 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mmcompile.core.plan import Plan
+from mmcompile.core.plan import Mode, Plan, Schedule
 from mmcompile.core.schedule import MERGED_PHASE
 
 WARPS = 8
@@ -162,13 +163,20 @@ def count_copied(plan: Plan) -> int:
     return max((stream.bytes for stream in streams), default=0)
 
 
+def _find_mode(schedule: Schedule) -> Mode:
+    """The mode of a schedule without its stream."""
+    others: tuple[Mode, ...] = ("standalone", "step")
+    kept = schedule.mode != "stream"
+    return schedule.mode if kept else min(others, key=lambda mode: schedule.seconds.get(mode, math.inf))
+
+
 def drop_streams(plan: Plan) -> Plan:
     """The plan without streamed steps and their buffers, for where none runs; the general merged launches stay."""
     phase = plan.phases.get(MERGED_PHASE)
     streams = [s.stream for s in phase.schedules if s.stream is not None] if phase else []
     if phase is None or not streams:
         return plan
-    schedules = tuple(s.model_copy(update={"stream": None}) for s in phase.schedules)
+    schedules = tuple(s.model_copy(update={"stream": None, "mode": _find_mode(s)}) for s in phase.schedules)
     phases = plan.phases | {MERGED_PHASE: phase.model_copy(update={"schedules": schedules})}
     kernels = {stream.record.kernel for stream in streams}
     return plan.model_copy(
