@@ -66,6 +66,7 @@ def write_kit(
     entries += others
     sources = {source.digest: source for entry in entries for source in entry["sources"]}
     launches = dict(zip(sources, compile_launches(list(sources.values()), out), strict=True))
-    for entry in entries:
-        entry["launches"] = [launches[source.digest] for source in entry.pop("sources")]
+    for entry in entries:  # equal kernels may be given other operands: an insertion reads what a projection left
+        entry["launches"] = [launches[source.digest] | {"arguments": [p.value for p in source.parameters]}
+                             for source in entry.pop("sources")]  # fmt: skip
     (out / "kit.json").write_text(json.dumps(entries, indent=1))
