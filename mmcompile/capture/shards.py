@@ -137,3 +137,4 @@ def write_file(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
                 what = f"{name!r} is {tensor.dtype} {list(tensor.shape)} instead of {lazy.dtype} {list(lazy.shape)}"
                 raise CheckpointError(what, where=lazy.where)
             file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is read
