@@ -149,9 +149,12 @@ def change_target(monkeypatch: pytest.MonkeyPatch, stage: int, change: int) -> N
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_target_too_low_is_a_race_or_a_read_of_nothing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_too_low_is_never_missed(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait is for the very value: where the counter is beyond it already there is no end, else the stage is early."""
     change_target(monkeypatch, 2, -2)
-    catch(("race", "uninitialised"), make_plan(target, 1), target, 3)
+    plan, early = make_plan(target, 1), {"race", "uninitialised"}
+    kinds = {catch((*early, "deadlock"), plan, target, 3, seed=seed).kind for seed in (0, 1)}
+    assert kinds & early
 
 
 def shorten_patience(text: str) -> str:
