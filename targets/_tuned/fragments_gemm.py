@@ -151,23 +151,33 @@ def emit_fragments_gemm(
     call: OpCall, blocks: Blocks, ledger: dict[str, bool], *, pairs: bool = False
 ) -> tuple[KernelSource, ...]:
     """The GEMM of an NVFP4 weight in fragment order, with ``pairs`` of that flavour; ``blocks.k`` is 64."""
+    decoding = decode_constants(need(call, "x").dtype, pairs=pairs)
+    return emit_ordered_gemm(call, blocks, ledger, "fragments", tile_fragments_gemm, decoding)
+
+
+def emit_ordered_gemm(
+    call: OpCall, blocks: Blocks, ledger: dict[str, bool], order: str, tile: Any, more: dict[str, Any]
+) -> tuple[KernelSource, ...]:
+    """The GEMM of an NVFP4 weight in an ``order`` that ``tile`` reads, a tile function tile_{order}_gemm.
+
+    more: its constants beside those of every linear layer and the blocks.
+    """
     x, dtype = need(call, "x"), need(call, "x").dtype
     constants: dict[str, Any] = linear_constants(call, 0, 0)
     del constants["WEIGHT_STRIDE"], constants["SCALE_STRIDE"]
     rows, k = int(need(call, "packed").shape[0]), int(constants["K"])
     tiles_n = ceil_div(rows, blocks.n)
-    constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "TILES_N": tiles_n, "GROUP_M": 8}
-    constants |= decode_constants(dtype, pairs=pairs)
+    constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "TILES_N": tiles_n, "GROUP_M": 8, **more}
     label = epilogue_label(call)
     return (
         emit_kernel(
-            name=kernel_name(f"{call.op}_fragments_gemm{blocks.m}", short_dtype(dtype), f"{rows}x{k}", label),
-            title=f"{call.op}: [{x.shape[0]}, {k}] {dtype} by fragments of a weight [{rows}, {k}], epilogue: "
+            name=kernel_name(f"{call.op}_{order}_gemm{blocks.m}", short_dtype(dtype), f"{rows}x{k}", label),
+            title=f"{call.op}: [{x.shape[0]}, {k}] {dtype} by {order} of a weight [{rows}, {k}], epilogue: "
             f"{label or 'none'}.",
-            tiles=[tile_fragments_gemm],
+            tiles=[tile],
             constants=constants,
             parameters=operand_parameters(call, ("x", *WEIGHTS)),
-            body=tile_call("tile_fragments_gemm", call, "x", WEIGHTS, constants),
+            body=tile_call(f"tile_{order}_gemm", call, "x", WEIGHTS, constants),
             grid=(f"cdiv({x.shape[0]}, {blocks.m}) * {tiles_n}", "1", "1"),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,

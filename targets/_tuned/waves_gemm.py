@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from mmcompile.core.kernel import KernelSource, OpCall
-from mmcompile.targets._emit import emit_kernel
-from mmcompile.targets._kernels.common import ceil_div, kernel_name, need, short_dtype
-from mmcompile.targets._kernels.linear import (
-    Blocks,
-    epilogue_label,
-    linear_constants,
-    operand_parameters,
-    tile_call,
-)
-from mmcompile.targets._kernels.linear_nvfp4 import WEIGHTS
+from mmcompile.targets._kernels.linear import Blocks
+from mmcompile.targets._tuned.fragments_gemm import emit_ordered_gemm
 from mmcompile.targets._tuned.linear_lanes import store_lanes
 from mmcompile.targets._tuned.linear_waves import decode_lanes
 
@@ -78,25 +68,4 @@ def tile_waves_gemm(tile, x, weight, scale, global_scale, bias, residual, result
 
 def emit_waves_gemm(call: OpCall, blocks: Blocks, ledger: dict[str, bool]) -> tuple[KernelSource, ...]:
     """The GEMM of an NVFP4 weight in the order of waves; ``blocks.k`` is 128."""
-    x, dtype = need(call, "x"), need(call, "x").dtype
-    constants: dict[str, Any] = linear_constants(call, 0, 0)
-    del constants["WEIGHT_STRIDE"], constants["SCALE_STRIDE"]
-    rows, k = int(need(call, "packed").shape[0]), int(constants["K"])
-    tiles_n = ceil_div(rows, blocks.n)
-    constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "TILES_N": tiles_n, "GROUP_M": 8}
-    label = epilogue_label(call)
-    return (
-        emit_kernel(
-            name=kernel_name(f"{call.op}_waves_gemm{blocks.m}", short_dtype(dtype), f"{rows}x{k}", label),
-            title=f"{call.op}: [{x.shape[0]}, {k}] {dtype} by waves of a weight [{rows}, {k}], epilogue: "
-            f"{label or 'none'}.",
-            tiles=[tile_waves_gemm],
-            constants=constants,
-            parameters=operand_parameters(call, ("x", *WEIGHTS)),
-            body=tile_call("tile_waves_gemm", call, "x", WEIGHTS, constants),
-            grid=(f"cdiv({x.shape[0]}, {blocks.m}) * {tiles_n}", "1", "1"),
-            num_warps=blocks.num_warps,
-            num_stages=blocks.num_stages,
-            ledger=ledger,
-        ),
-    )
+    return emit_ordered_gemm(call, blocks, ledger, "waves", tile_waves_gemm, {})
