@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from mmcompile.core.passes import PassContext
 from mmcompile.core.runner import run_passes
 from mmcompile.driver.doors import open_door
 from mmcompile.driver.options import BuildOptions
+from mmcompile.driver.pack import claim_output
 from mmcompile.driver.progress import Progress, silent
 from mmcompile.passes.pipeline import list_passes
 
@@ -134,17 +134,13 @@ def _write(made: Checkpoint, source: Path, out: Path, layout: str, shard_bytes: 
     out.parent.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(out.parent).free < needed:
         raise ArtifactError(full, where=str(out), fix="free space there or name another directory with -o")
-    folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
-        files = write_checkpoint(folder, made, layout, shard_bytes=shard_bytes)
-        for path in sorted(source.iterdir()):
-            if path.is_file() and path.suffix in _BESIDE and path.name not in _REWRITTEN:
-                shutil.copy2(path, folder / path.name)
-        folder.chmod(0o755)
-        folder.rename(out)
+        with claim_output(out, force=False) as folder:
+            files = write_checkpoint(folder, made, layout, shard_bytes=shard_bytes)
+            for path in sorted(source.iterdir()):
+                if path.is_file() and path.suffix in _BESIDE and path.name not in _REWRITTEN:
+                    shutil.copy2(path, folder / path.name)
     except OSError as error:
         what = full if error.errno == errno.ENOSPC else f"the output cannot be written: {error.strerror}"
         raise ArtifactError(what, where=str(out), fix="name another directory with -o") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return files
